@@ -1,0 +1,36 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Where AutoEP enters the engine."""
+import copy
+
+from deepspeed.runtime.zero.expert_partitioning import replacing_layers_of
+from deepspeed_autoep.extension import extends
+
+
+def _check_model(engine, model):
+    """Raise for a model that the ``expert_parallel`` block cannot be applied to, before any process group is made."""
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import validate_autoep_post_detection
+
+    config = copy.copy(engine._config.expert_parallel_config)  # detection fills in what the model's config says
+    validate_autoep_post_detection(config, AutoEP(model, config).ep_parser())
+
+
+@extends("DeepSpeedEngine._configure_expert_parallel",
+         feature="config-errors",
+         why="a model that the block does not fit is refused on every rank before the first collective")
+def refuse_unfit_model(self, model, *args, **kwargs):
+    if self._config.expert_parallel_config.enabled:
+        _check_model(self, model)
+    return refuse_unfit_model.original(self, model, *args, **kwargs)
+
+
+@extends("DeepSpeedEngine._configure_expert_parallel",
+         feature="partitioned-experts",
+         why="the engine's configuration decides how a layer's new experts are partitioned")
+def replace_with_partitioned_experts(self, model, *args, **kwargs):
+    partitions = self._config.expert_parallel_config.enabled and self.zero_optimization_partition_weights()
+    with replacing_layers_of(self._config._param_dict if partitions else None):
+        return replace_with_partitioned_experts.original(self, model, *args, **kwargs)

@@ -1,0 +1,115 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+"""The import hook: runs a twin after the DeepSpeed module that it extends, and serves the modules DeepSpeed lacks.
+
+Only ``os`` and ``sys`` are imported here; the rest is loaded with the first DeepSpeed module that has a twin.
+"""
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def overlay_root() -> str:
+    """The folder that mirrors DeepSpeed's tree: inside this package in a wheel, beside it in a checkout."""
+    installed = os.path.join(_HERE, "deepspeed")
+    return installed if os.path.isdir(installed) else os.path.join(os.path.dirname(_HERE), "deepspeed")
+
+
+def modules_below(root: str, package: str) -> dict:
+    """Map the dotted module name of every ``.py`` file below ``root`` to its path."""
+    found = {}
+    for folder, _, files in os.walk(root):
+        parts = [package] + [part for part in os.path.relpath(folder, root).split(os.sep) if part != "."]
+        for file in files:
+            if file.endswith(".py"):
+                found[".".join(parts + [file[:-3]])] = os.path.join(folder, file)
+    return found
+
+
+class OverlayFinder:
+    """A ``sys.meta_path`` finder for one package and the overlay folder that extends it."""
+
+    def __init__(self, package: str, root: str, **overlay_options):
+        self.package = package
+        self.root = root
+        self._prefix = package + "."
+        self._overlay_options = overlay_options
+        self._files = None
+        self._overlay = None
+
+    @property
+    def files(self) -> dict:
+        if self._files is None:
+            self._files = modules_below(self.root, self.package)
+        return self._files
+
+    @property
+    def overlay(self):
+        if self._overlay is None:
+            from deepspeed_autoep.overlay import Overlay
+            self._overlay = Overlay(self.package, self.files, **self._overlay_options)
+        return self._overlay
+
+    def find_spec(self, name, path=None, target=None):
+        if not name.startswith(self._prefix) or name not in self.files:
+            return None
+        spec = self._spec_without_us(name, path, target)
+        if spec is None:
+            from importlib.util import spec_from_file_location
+            return spec_from_file_location(name, self.files[name])
+        if spec.loader is not None:
+            spec.loader = _ThenBind(spec.loader, self.overlay)
+        return spec
+
+    def _spec_without_us(self, name, path, target):
+        for finder in sys.meta_path:
+            if isinstance(finder, OverlayFinder) or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                return spec
+        return None
+
+    def bind_loaded(self) -> None:
+        """Bind the twins of modules that were imported before the overlay was switched on."""
+        if self.package not in sys.modules:
+            return
+        for name in self.files:
+            if name in sys.modules:
+                self.overlay.bind(sys.modules[name])
+
+
+class _ThenBind:
+    """Loads a module with its own loader, then lets the overlay bind its twin."""
+
+    def __init__(self, loader, overlay):
+        self._loader = loader
+        self._overlay = overlay
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        # Put back before the body runs: reload, inspect and resource readers then see a module as without us.
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._overlay.bind(module)
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+
+def installed_finder():
+    """The finder of the DeepSpeed overlay, or None when it is switched off."""
+    return next((f for f in sys.meta_path if isinstance(f, OverlayFinder) and f.package == "deepspeed"), None)
+
+
+def install() -> OverlayFinder:
+    """Switch the overlay on for this process. Calling it again changes nothing."""
+    finder = installed_finder()
+    if finder is None:
+        finder = OverlayFinder("deepspeed", overlay_root())
+        sys.meta_path.insert(0, finder)
+        finder.bind_loaded()
+    return finder

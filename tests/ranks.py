@@ -1,0 +1,128 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of real processes that run one function on every rank, for tests.
+
+A group is started once per test module and serves many tests: DeepSpeed takes seconds to import. A rank that raises,
+dies or takes too long fails the test and ends the whole group, so that nothing hangs; the next test gets a new one.
+"""
+import os
+import socket
+import traceback
+from multiprocessing import get_context
+
+import pytest
+
+
+class RankFailure(AssertionError):
+    """Some rank raised, died or took too long; the message has every rank's report."""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _serve(rank, world_size, port, environment, pipe):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port), LOCAL_SIZE="8", DS_ACCELERATOR="cpu", **environment)  # yapf: disable
+    import torch
+    torch.set_num_threads(1)
+    import deepspeed
+    deepspeed.init_distributed("gloo")
+    while True:
+        task = pipe.recv()
+        if task is None:
+            break
+        function, args, kwargs = task
+        try:
+            pipe.send((True, function(*args, **kwargs)))
+        except BaseException as error:
+            pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    torch.distributed.destroy_process_group()
+
+
+class RankGroup:
+    """``world_size`` processes joined in a gloo process group.
+
+    Args:
+        world_size: number of ranks.
+        environment: extra environment variables of the ranks, such as ``{"DS_AUTOEP_OFF": "force-persist"}``.
+    """
+
+    def __init__(self, world_size: int, environment: dict = {}):
+        self.world_size = world_size
+        self._environment = environment
+        self._workers = []
+
+    def _start(self):
+        context, port = get_context("spawn"), _free_port()
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve,
+                                      args=(rank, self.world_size, port, self._environment, theirs),
+                                      daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def run(self, function, *args, timeout: float = 120, **kwargs) -> list:
+        """Call ``function(*args, **kwargs)``, a module-level function, on every rank; return the results by rank."""
+        results = self._outcomes(function, args, kwargs, timeout)
+        failed = [f"rank {rank}: {value}" for rank, (ok, value) in enumerate(results) if not ok]
+        if failed:
+            self.close()
+            raise RankFailure("\n".join(failed))
+        return [value for _, value in results]
+
+    def errors(self, function, *args, timeout: float = 20, **kwargs) -> list:
+        """Like ``run``, for a function that must raise on every rank: return ``"Type: message"`` by rank."""
+        results = self._outcomes(function, args, kwargs, timeout)
+        passed = [rank for rank, (ok, _) in enumerate(results) if ok]
+        if passed:
+            self.close()
+            raise RankFailure(f"ranks {passed} did not raise")
+        return [value.split("\n")[0] for _, value in results]
+
+    def _outcomes(self, function, args, kwargs, timeout):
+        if not self._workers:
+            self._start()
+        for _, pipe in self._workers:
+            pipe.send((function, args, kwargs))
+        results = []
+        for rank, (process, pipe) in enumerate(self._workers):
+            try:
+                if not pipe.poll(timeout):
+                    results.append((False, f"no answer within {timeout} s"))
+                    self.close()
+                    raise RankFailure("\n".join(f"rank {r}: {v}" for r, (_, v) in enumerate(results)))
+                results.append(pipe.recv())
+            except EOFError:
+                results.append((False, f"died with exit code {process.exitcode}"))
+        return results
+
+    def close(self):
+        """End every rank; the group starts again when it is next used."""
+        for process, pipe in self._workers:
+            try:
+                pipe.send(None)
+            except OSError:
+                pass
+            process.join(timeout=2)
+            if process.is_alive():
+                process.kill()
+        self._workers = []
+
+
+def rank_group(world_size: int, **environment):
+    """A module-scoped fixture that yields a ``RankGroup``: ``two_ranks = rank_group(2)`` in a test module."""
+
+    @pytest.fixture(scope="module")
+    def group():
+        made = RankGroup(world_size, environment)
+        yield made
+        made.close()
+
+    return group
+
+
