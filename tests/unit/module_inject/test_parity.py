@@ -1,0 +1,109 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+"""Expert parallelism x ZeRO-3 computes what the unmodified model computes in one process.
+
+Loss, every gradient and the weights after three AdamW steps are compared; an error is the largest difference over the
+largest element of the reference.
+"""
+import pytest
+from deepspeed.module_inject.auto_ep_config import PRESET_MODELS
+
+import parity
+import tiny_models
+from engines import ds_config
+from ranks import rank_group
+
+FLOAT32_BOUND = 1e-5
+# bfloat16 rounds to 8 significant bits (2**-8 = 0.4%) and the dispatch adds in another order: a few roundings' worth
+# for gradients over three steps; weights move by lr per step at most, and so differ by less.
+BF16_BOUND = {"loss": 2e-3, "gradient": 0.08, "weight": 2e-2}
+
+two_ranks = rank_group(2)
+four_ranks = rank_group(4)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """``checkpoint(family, **overrides)``: the folder of a tiny model, made once per module."""
+    made = {}
+
+    def make(family, **overrides):
+        key = (family, *sorted(overrides.items()))
+        if key not in made:
+            folder = tmp_path_factory.mktemp(family)
+            tiny_models.build(family, **overrides).save_pretrained(folder)
+            made[key] = str(folder)
+        return made[key]
+
+    return make
+
+
+def assert_parity(results, bound=FLOAT32_BOUND):
+    for errors in results:
+        for kind in ("loss", "gradient", "weight"):
+            limit = bound[kind] if isinstance(bound, dict) else bound
+            beyond = {name: error for name, error in errors[kind].items() if not error <= limit}
+            assert not beyond, f"{kind} beyond {limit}: {beyond}"
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_two_ranks(two_ranks, checkpoint, ep):
+    batches = parity.make_batches(2, 3, tiny_models.VOCABULARY)
+    assert_parity(two_ranks.run(parity.compare, checkpoint("qwen3_moe"), ds_config(ep), batches))
+
+
+@pytest.mark.parametrize("ep,experts", [(1, 6), (2, 6), (4, 8)])
+def test_four_ranks(four_ranks, checkpoint, ep, experts):
+    batches = parity.make_batches(4, 3, tiny_models.VOCABULARY)
+    model = checkpoint("qwen3_moe", num_experts=experts)
+    assert_parity(four_ranks.run(parity.compare, model, ds_config(ep), batches))
+
+
+def test_sizes_that_do_not_divide_by_the_number_of_ranks(four_ranks, checkpoint):
+    model = checkpoint("qwen3_moe", experts_implementation="eager", **tiny_models.ODD_SIZES)
+    config = ds_config(2, block={"use_grouped_mm": False})
+    batches = parity.make_batches(4, 3, tiny_models.VOCABULARY)
+    assert_parity(four_ranks.run(parity.compare, model, config, batches, experts_implementation="eager"))
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_an_expert_without_tokens(two_ranks, checkpoint, ep):
+    batches = parity.make_batches(2, 3, tiny_models.VOCABULARY, distinct_tokens=2, length=4)
+    results = two_ranks.run(parity.compare, checkpoint("qwen3_moe"), ds_config(ep), batches)
+    assert all(errors["idle"] for errors in results), "every expert saw a token: the case tests nothing"
+    assert_parity(results)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_rank_with_padding_only(two_ranks, checkpoint, ep):
+    batches = parity.make_batches(2, 3, tiny_models.VOCABULARY, all_padding_rank=1)
+    assert_parity(two_ranks.run(parity.compare, checkpoint("qwen3_moe"), ds_config(ep), batches))
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_bf16(two_ranks, checkpoint, ep):
+    # Every expert is chosen: rounding cannot send a token to another expert, which would be no error but a jump.
+    model = checkpoint("qwen3_moe", num_experts_per_tok=tiny_models.EXPERTS)
+    batches = parity.make_batches(2, 3, tiny_models.VOCABULARY)
+    config = ds_config(ep, dtype="bf16")
+    assert_parity(two_ranks.run(parity.compare, model, config, batches, dtype="bfloat16"), BF16_BOUND)
+
+
+@pytest.mark.floor
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_every_preset(two_ranks, checkpoint, family):
+    preset = "qwen3_moe" if family == "qwen2_moe" else family
+    if preset not in PRESET_MODELS:
+        pytest.skip(f"this DeepSpeed has no preset {preset}")
+    batches = parity.make_batches(2, 3, tiny_models.VOCABULARY)
+    config = ds_config(2, block={"preset_model": preset})
+    assert_parity(two_ranks.run(parity.compare, checkpoint(family), config, batches))
+
+
+def test_the_comparison_notices_a_wrong_expert(two_ranks, checkpoint):
+    """The negative control: another checkpoint for the engine than for the reference."""
+    batches = parity.make_batches(2, 1, tiny_models.VOCABULARY)
+    results = two_ranks.run(parity.compare, checkpoint("qwen3_moe"), ds_config(2), batches,
+                            engine_checkpoint=checkpoint("qwen3_moe", seed=1))
+    with pytest.raises(AssertionError):
+        assert_parity(results)
