@@ -30,6 +30,7 @@ def _serve(rank, world_size, port, environment, pipe):
     torch.set_num_threads(1)
     import deepspeed
     deepspeed.init_distributed("gloo")
+    pipe.send((True, "ready"))
     while True:
         task = pipe.recv()
         if task is None:
@@ -65,14 +66,12 @@ class RankGroup:
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+        self._raise_if_failed(self._answers(timeout=300))  # imports, and once the build of DeepSpeed's C++ operator
 
     def run(self, function, *args, timeout: float = 120, **kwargs) -> list:
         """Call ``function(*args, **kwargs)``, a module-level function, on every rank; return the results by rank."""
         results = self._outcomes(function, args, kwargs, timeout)
-        failed = [f"rank {rank}: {value}" for rank, (ok, value) in enumerate(results) if not ok]
-        if failed:
-            self.close()
-            raise RankFailure("\n".join(failed))
+        self._raise_if_failed(results)
         return [value for _, value in results]
 
     def errors(self, function, *args, timeout: float = 20, **kwargs) -> list:
@@ -89,13 +88,20 @@ class RankGroup:
             self._start()
         for _, pipe in self._workers:
             pipe.send((function, args, kwargs))
+        return self._answers(timeout)
+
+    def _raise_if_failed(self, results):
+        failed = [f"rank {rank}: {value}" for rank, (ok, value) in enumerate(results) if not ok]
+        if failed:
+            self.close()
+            raise RankFailure("\n".join(failed))
+
+    def _answers(self, timeout):
         results = []
         for rank, (process, pipe) in enumerate(self._workers):
             try:
                 if not pipe.poll(timeout):
-                    results.append((False, f"no answer within {timeout} s"))
-                    self.close()
-                    raise RankFailure("\n".join(f"rank {r}: {v}" for r, (_, v) in enumerate(results)))
+                    self._raise_if_failed([*results, (False, f"no answer within {timeout} s")])
                 results.append(pipe.recv())
             except EOFError:
                 results.append((False, f"died with exit code {process.exitcode}"))

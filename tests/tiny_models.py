@@ -30,7 +30,7 @@ FAMILIES = {
     "deepseek_v3": ("deepseek_v3",
                     dict(n_routed_experts=EXPERTS, n_group=2, topk_group=1, norm_topk_prob=True, **_LATENT_ATTENTION)),
     "minimax_m3": ("minimax_m3_vl_text",
-                   dict(num_local_experts=EXPERTS, num_experts=EXPERTS, dense_intermediate_size=20,
+                   dict(num_local_experts=EXPERTS, intermediate_size=8, dense_intermediate_size=20,
                         shared_intermediate_size=9, rotary_dim=8, index_head_dim=8, index_n_heads=1,
                         index_block_size=4, index_topk_blocks=2, mlp_layer_types=["dense", "sparse"])),
 }  # yapf: disable
@@ -39,9 +39,7 @@ FAMILIES = {
 def build(family: str, seed: int = 0, experts_implementation: str = "grouped_mm", **overrides):
     """Return a float32 model of ``family`` in training mode, its weights random and large enough to route unevenly."""
     model_type, own = FAMILIES[family]
-    sizes = {**_SIZES, **own, **overrides}
-    known = AutoConfig.for_model(model_type).to_dict()
-    config = AutoConfig.for_model(model_type, **{key: value for key, value in sizes.items() if key in known})
+    config = AutoConfig.for_model(model_type, **{**_SIZES, **own, **overrides})
     config._experts_implementation = experts_implementation
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)

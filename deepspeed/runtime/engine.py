@@ -13,7 +13,15 @@ def _check_model(engine, model):
     """Raise for a model that the ``expert_parallel`` block cannot be applied to, before any process group is made."""
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import validate_autoep_post_detection
+    from deepspeed.module_inject.auto_ep_presets.registry import preset_name_for_hf_model_type
 
+    chosen = engine._config.expert_parallel_config.preset_model
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    fitting = preset_name_for_hf_model_type(model_type)
+    if chosen is not None and fitting is not None and chosen != fitting:
+        # Blocks of different families look alike; the wrong preset would drop shared experts or route differently.
+        raise ValueError(f"expert_parallel.preset_model: found {chosen!r} for a model of type {model_type!r}; allowed: "
+                         f"{fitting!r}, or no preset_model at all")
     config = copy.copy(engine._config.expert_parallel_config)  # detection fills in what the model's config says
     validate_autoep_post_detection(config, AutoEP(model, config).ep_parser())
 

@@ -2,18 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Parameters that must stay gathered.
+"""``ds_force_persist`` where ZeRO-3 chooses the parameters that stay gathered, and where it releases the others."""
+import contextlib
 
-``param.ds_force_persist = True`` is a contract between a transform that replaces modules and ZeRO-3: the parameter
-stays gathered whatever ``stage3_param_persistence_threshold`` and ``stage3_model_persistence_threshold`` say. Its
-elements count toward the model total, so that ordinary small parameters share what is left.
-"""
+from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+from deepspeed.runtime.zero.persistence import force_persist
+from deepspeed.utils import z3_leaf_module
 from deepspeed_autoep.extension import extends
-
-
-def force_persist(param):
-    """Whether ``param`` carries the marker."""
-    return getattr(param, "ds_force_persist", False)
 
 
 @extends("DeepSpeedZeRoOffload.mark_persistent_parameters",
@@ -33,3 +28,41 @@ def mark_persistent_parameters(self, param_threshold, model_threshold):
     for param in kept:
         param.ds_persist = True
     return kept
+
+
+_HELD = "ds_force_persist"  # stands in a parameter's set of active modules, which holds their integer ids
+
+
+@contextlib.contextmanager
+def _held(offload, sub_module):
+    """Keep the marked parameters of ``sub_module`` from being released inside the block.
+
+    Until the coordinator has seen one whole pass in the order that follows, it releases every parameter after use,
+    persistent ones too: in the first step, and again after a pass of another shape such as an evaluation.
+    """
+    is_leaf = z3_leaf_module(sub_module)
+    marked = [param for param in iter_params(sub_module, recurse=is_leaf) if force_persist(param)]
+    if is_leaf and offload.fast_sharding_for_leaf_module:
+        marked = []  # released by overwriting the data of all its parameters, active or not
+    for param in marked:
+        param.ds_active_sub_modules.add(_HELD)
+    try:
+        yield
+    finally:
+        for param in marked:
+            param.ds_active_sub_modules.discard(_HELD)
+
+
+_WHY_HELD = "a parameter marked ds_force_persist is not released while the module trace is incomplete"
+
+
+@extends("DeepSpeedZeRoOffload.post_sub_module_forward_function", feature="force-persist", why=_WHY_HELD)
+def post_sub_module_forward_function(self, sub_module):
+    with _held(self, sub_module):
+        post_sub_module_forward_function.original(self, sub_module)
+
+
+@extends("DeepSpeedZeRoOffload.post_sub_module_backward_function", feature="force-persist", why=_WHY_HELD)
+def post_sub_module_backward_function(self, sub_module):
+    with _held(self, sub_module):
+        post_sub_module_backward_function.original(self, sub_module)
