@@ -45,7 +45,12 @@ def _inputs(batch):
     return dict(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
 
 
-def reference_run(checkpoint, batches, **from_pretrained):
+def _set(optimizer, hyperparameters):
+    for group in optimizer.param_groups:
+        group.update(hyperparameters)
+
+
+def reference_run(checkpoint, batches, hyperparameters, **from_pretrained):
     """Losses, gradients per step and float32 weights after the last step, of the plain model in one process.
 
     In a dtype below float32 the optimizer steps on float32 copies of the weights, as DeepSpeed's does.
@@ -56,13 +61,14 @@ def reference_run(checkpoint, batches, **from_pretrained):
     masters = {name: p.detach().float().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(masters.values(), **ADAMW)
     losses, gradients = [], []
-    for batch in batches:
+    for batch, changed in zip(batches, hyperparameters):
         loss = _loss(model(**_inputs(batch)).logits, batch["labels"], _labelled(batch))
         loss.backward()
         losses.append(loss.item())
         for name, param in model.named_parameters():
             masters[name].grad = param.grad.float()
         gradients.append({name: master.grad.clone() for name, master in masters.items()})
+        _set(optimizer, changed)
         optimizer.step()
         with torch.no_grad():
             for name, param in model.named_parameters():
@@ -71,14 +77,17 @@ def reference_run(checkpoint, batches, **from_pretrained):
     return losses, gradients, masters
 
 
-def engine_run(engine, batches):
-    """The same of an engine, under the plain model's parameter names; losses are summed over ranks."""
+def engine_run(engine, batches, hyperparameters=None):
+    """The same of an engine, under the plain model's parameter names; losses are summed over ranks.
+
+    ``hyperparameters=None`` leaves them to the engine's scheduler.
+    """
     import deepspeed.comm as dist
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     losses, gradients = [], []
-    for batch in batches:
+    for step, batch in enumerate(batches):
         mine = {key: value[2 * rank:2 * rank + 2] for key, value in batch.items()}
         loss = _loss(engine(**_inputs(mine)).logits, mine["labels"], _labelled(batch))
         engine.backward(loss * world_size)  # the engine averages gradients over ranks
@@ -86,6 +95,8 @@ def engine_run(engine, batches):
         dist.all_reduce(total)
         losses.append(total.item())
         gradients.append(gathered(engine.module, safe_get_full_grad))
+        if hyperparameters is not None:
+            _set(engine.optimizer, hyperparameters[step])
         engine.step()
     return losses, gradients, gathered(engine.module, safe_get_full_fp32_param)
 
@@ -132,14 +143,23 @@ def relative_errors(found, expected):
     }
 
 
-def compare(checkpoint, config, batches, engine_checkpoint=None, **from_pretrained):
+def compare(checkpoint, config, batches, engine_checkpoint=None, hyperparameters=None, initialize=None,
+            scheduled=False, **from_pretrained):
     """Run both on this rank and return the errors by name: ``{"loss": {}, "gradient": {}, "weight": {}}``.
+
+    Args:
+        engine_checkpoint: another checkpoint for the engine, as a negative control.
+        hyperparameters: per step, what is set in every parameter group before the optimizer steps.
+        initialize: further arguments of ``deepspeed.initialize``, see ``engine_of``.
+        scheduled: whether the engine's scheduler sets the hyperparameters instead.
 
     Also returned: ``"idle"``, names of expert gradients of the reference with an expert that saw no token.
     """
-    expected_losses, expected_gradients, expected_weights = reference_run(checkpoint, batches, **from_pretrained)
-    with engine_of(engine_checkpoint or checkpoint, config, **from_pretrained) as engine:
-        losses, gradients, weights = engine_run(engine, batches)
+    hyperparameters = hyperparameters or [{}] * len(batches)
+    expected_losses, expected_gradients, expected_weights = reference_run(checkpoint, batches, hyperparameters,
+                                                                          **from_pretrained)
+    with engine_of(engine_checkpoint or checkpoint, config, initialize, **from_pretrained) as engine:
+        losses, gradients, weights = engine_run(engine, batches, None if scheduled else hyperparameters)
     idle = [
         name for name, gradient in expected_gradients[0].items()
         if name.endswith("down_proj") and gradient.dim() == 3 and (gradient.flatten(1).abs().sum(1) == 0).any()

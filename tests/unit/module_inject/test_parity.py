@@ -6,11 +6,12 @@ Loss, every gradient and the weights after three AdamW steps are compared; an er
 largest element of the reference.
 """
 import pytest
+import torch
 from deepspeed.module_inject.auto_ep_config import PRESET_MODELS
 
 import parity
 import tiny_models
-from engines import ds_config
+from engines import ADAMW, ds_config
 from ranks import rank_group
 
 FLOAT32_BOUND = 1e-5
@@ -99,6 +100,42 @@ def test_every_preset(two_ranks, checkpoint, family):
     batches = parity.make_batches(2, 3, tiny_models.VOCABULARY)
     config = ds_config(2, block={"preset_model": preset})
     assert_parity(two_ranks.run(parity.compare, checkpoint(family), config, batches))
+
+
+CHANGES = [dict(lr=2e-3, weight_decay=0.5), dict(lr=8e-3, betas=(0.5, 0.6)), dict(lr=0.0)]
+FACTORS = [1.0, 0.1, 2.0, 1.0]  # of ADAMW's learning rate, step by step; a scheduler asks for one more than is used
+
+
+def client_optimizer(model):
+    """An optimizer that the caller made from the source parameters, and a scheduler of it."""
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    return dict(optimizer=optimizer, lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, FACTORS.__getitem__))
+
+
+def scheduler_of_the_engines_optimizer(model):
+    return dict(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, FACTORS.__getitem__))
+
+
+@pytest.mark.parametrize("initialize", [None, client_optimizer])
+def test_experts_follow_a_manual_change_of_hyperparameters(two_ranks, checkpoint, initialize):
+    batches = parity.make_batches(2, 3, tiny_models.VOCABULARY)
+    assert_parity(two_ranks.run(parity.compare, checkpoint("qwen3_moe"), _config_for(initialize), batches,
+                                hyperparameters=CHANGES, initialize=initialize))  # yapf: disable
+
+
+@pytest.mark.parametrize("initialize", [scheduler_of_the_engines_optimizer, client_optimizer])
+def test_experts_follow_the_scheduler(two_ranks, checkpoint, initialize):
+    rates = [dict(lr=ADAMW["lr"] * factor) for factor in FACTORS]
+    batches = parity.make_batches(2, 3, tiny_models.VOCABULARY)
+    assert_parity(two_ranks.run(parity.compare, checkpoint("qwen3_moe"), _config_for(initialize), batches,
+                                hyperparameters=rates, initialize=initialize, scheduled=True))  # yapf: disable
+
+
+def _config_for(initialize):
+    config = ds_config(2)
+    if initialize is client_optimizer:
+        del config["optimizer"]
+    return config
 
 
 def test_the_comparison_notices_a_wrong_expert(two_ranks, checkpoint):
