@@ -2,11 +2,12 @@
 PYTHON ?= python3
 OVERLAY := $(shell find deepspeed deepspeed_autoep -name '*.py') deepspeed_autoep.pth setup.py README.md
 PIP := -m pip --disable-pip-version-check
-export LOCAL_SIZE ?= 8  # lets several ranks run on one CPU socket
+# DeepSpeed counts a CPU machine's devices by its sockets unless this says otherwise.
+export LOCAL_SIZE ?= 8
 export DS_ACCELERATOR ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup setup-floor demo test test-newest test-floor test-slow lint clean
+.PHONY: setup setup-floor demo test test-newest test-floor test-transformers-floor test-slow bench-replacement bench-startup lint clean
 
 setup: .venv/.overlay
 setup-floor: .venv-floor/.overlay
@@ -27,7 +28,7 @@ setup-floor: .venv-floor/.overlay
 demo: setup
 	.venv/bin/python examples/demo.py
 
-test: test-newest test-floor
+test: test-newest test-floor test-transformers-floor
 
 test-newest: setup
 	.venv/bin/python -m pytest tests -m "not slow"
@@ -35,8 +36,23 @@ test-newest: setup
 test-floor: setup-floor
 	.venv-floor/bin/python -m pytest tests -m "floor and not slow"
 
+# The newest DeepSpeed on the oldest Transformers: laid over the floor's environment.
+.venv-floor/newest-deepspeed: requirements/requirements-dev.txt .venv-floor/.ready
+	rm -rf $@
+	.venv-floor/bin/python $(PIP) install --quiet --no-deps --target $@ $$(grep '^deepspeed==' $<)
+
+test-transformers-floor: setup-floor .venv-floor/newest-deepspeed
+	PYTHONPATH=$(CURDIR)/.venv-floor/newest-deepspeed .venv-floor/bin/python -m pytest tests -m "presets and not slow"
+
 test-slow: setup
 	.venv/bin/python -m pytest tests -m slow
+
+bench-replacement: setup setup-floor
+	.venv-floor/bin/python benchmarks/replacement_memory.py
+	.venv/bin/python benchmarks/replacement_memory.py
+
+bench-startup: setup
+	.venv/bin/python benchmarks/startup.py
 
 lint: setup
 	.venv/bin/pre-commit run --all-files

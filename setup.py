@@ -35,6 +35,7 @@ setup(
     long_description=open("README.md").read(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE", "THIRD_PARTY_NOTICES.md"],
     python_requires=">=3.10,<3.13",
     install_requires=requirements("requirements.txt"),
     entry_points={"console_scripts": ["ds_autoep = deepspeed_autoep.cli:main"]},

@@ -14,6 +14,7 @@ _COLOURS = {State.APPLIED: "green", State.UPSTREAM: "cyan", State.OFF: "yellow",
 def status() -> int:
     """Print what became of every extension; the exit status is 1 when one does not fit."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     # A table cut off at the width of a pipe would hide the names that it is for.
@@ -29,7 +30,7 @@ def status() -> int:
         table.add_column(column, overflow="fold")
     for e in sorted(overlay.extensions, key=lambda e: (e.feature, e.name)):
         why = e.why if e.state in (State.APPLIED, State.UPSTREAM) else f"{e.reason} ({e.why})"
-        table.add_row(e.feature, e.name, f"[{_COLOURS[e.state]}]{e.state.value}[/]", why)
+        table.add_row(e.feature, e.name, f"[{_COLOURS[e.state]}]{e.state.value}[/]", escape(why))
     console.print(table)
     return 1 if any(e.state is State.DRIFT for e in overlay.extensions) else 0
 

@@ -5,7 +5,8 @@ import contextlib
 import dataclasses
 import enum
 import inspect
-from types import ModuleType
+from contextvars import ContextVar
+from types import FunctionType, ModuleType
 from typing import Any, Callable, Optional
 
 
@@ -42,23 +43,24 @@ class Extension:
         return f"{self.module}.{self.target}"
 
 
-_collecting: list = []
+_collecting = ContextVar("collecting", default=None)  # of this thread: others may be importing, too
 
 
 @contextlib.contextmanager
 def collect_extensions():
     """Yield the list that receives the extensions declared inside the block."""
     declared = []
-    _collecting.append(declared)
+    token = _collecting.set(declared)
     try:
         yield declared
     finally:
-        _collecting.pop()
+        _collecting.reset(token)
 
 
 def _declare(extension: Extension) -> None:
-    if _collecting:  # a twin imported by hand, as unit tests do, declares nothing
-        _collecting[-1].append(extension)
+    declared = _collecting.get()
+    if declared is not None:  # a twin imported by hand, as unit tests do, declares nothing
+        declared.append(extension)
 
 
 def extends(target: str, *, feature: str, why: str, unless=None):
@@ -80,6 +82,18 @@ def replaces(target: str, value, *, feature: str, why: str, unless=None):
     """Declare that module attribute ``target`` is to hold ``value``; returns ``value``."""
     _declare(Extension(target, feature, why, value, unless))
     return value
+
+
+def undecorated(function: Any) -> Any:
+    """The function behind decorators that do not say what they decorate, as DeepSpeed's ``instrument_w_nvtx``."""
+    while isinstance(function, FunctionType) and not hasattr(function, "__wrapped__"):
+        decorates = str(inspect.signature(function)) == "(*args, **kwargs)" and "<locals>" in function.__qualname__
+        inside = [cell.cell_contents for cell in function.__closure__ or () if decorates]
+        functions = [value for value in inside if isinstance(value, FunctionType)]
+        if len(functions) != 1:
+            break
+        function = functions[0]
+    return function
 
 
 def signature_mismatch(extension: Callable, target: Callable) -> Optional[str]:

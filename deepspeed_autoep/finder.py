@@ -8,6 +8,8 @@ import os
 import sys
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
+# Seen by the overlay whether it has a twin or not: a misfit becomes an error when a configuration is read.
+CONFIG_MODULE = "runtime.config"
 
 
 def overlay_root() -> str:
@@ -34,6 +36,7 @@ class OverlayFinder:
         self.package = package
         self.root = root
         self._prefix = package + "."
+        self._config_module = self._prefix + CONFIG_MODULE
         self._overlay_options = overlay_options
         self._files = None
         self._overlay = None
@@ -52,14 +55,15 @@ class OverlayFinder:
         return self._overlay
 
     def find_spec(self, name, path=None, target=None):
-        if not name.startswith(self._prefix) or name not in self.files:
+        if not name.startswith(self._prefix) or name not in self.files and name != self._config_module:
             return None
         spec = self._spec_without_us(name, path, target)
-        if spec is None:
+        if spec is None and name in self.files:
             from importlib.util import spec_from_file_location
-            return spec_from_file_location(name, self.files[name])
-        if spec.loader is not None:
-            spec.loader = _ThenBind(spec.loader, self.overlay)
+            spec = spec_from_file_location(name, self.files[name])
+            spec.loader = _LoadedBy(spec.loader, self.overlay.run_new_module)
+        elif spec is not None and spec.loader is not None:
+            spec.loader = _LoadedBy(spec.loader, self.overlay.run_and_bind)
         return spec
 
     def _spec_without_us(self, name, path, target):
@@ -75,17 +79,18 @@ class OverlayFinder:
         """Bind the twins of modules that were imported before the overlay was switched on."""
         if self.package not in sys.modules:
             return
-        for name in self.files:
-            if name in sys.modules:
-                self.overlay.bind(sys.modules[name])
+        # Listed first: what a twin imports meets this finder, so it is bound, or new, already.
+        names = sorted({self._config_module, *self.files})
+        for module in [sys.modules[name] for name in names if name in sys.modules]:
+            self.overlay.bind(module)
 
 
-class _ThenBind:
-    """Loads a module with its own loader, then lets the overlay bind its twin."""
+class _LoadedBy:
+    """A module's own loader, whose module is run by the overlay: ``run(loader, module)``."""
 
-    def __init__(self, loader, overlay):
+    def __init__(self, loader, run):
         self._loader = loader
-        self._overlay = overlay
+        self._run = run
 
     def create_module(self, spec):
         return self._loader.create_module(spec)
@@ -93,8 +98,7 @@ class _ThenBind:
     def exec_module(self, module):
         # Put back before the body runs: reload, inspect and resource readers then see a module as without us.
         module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._overlay.bind(module)
+        self._run(self._loader, module)
 
     def __getattr__(self, name):
         return getattr(self._loader, name)

@@ -7,6 +7,7 @@ a module is loaded; the error is raised when a configuration that enables expert
 """
 import functools
 import importlib
+import inspect
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -14,11 +15,12 @@ from importlib.util import module_from_spec, spec_from_file_location
 from types import FunctionType, ModuleType
 from typing import Optional
 
-from deepspeed_autoep.extension import Extension, State, collect_extensions, signature_mismatch
+from deepspeed_autoep.extension import Extension, State, collect_extensions, signature_mismatch, undecorated
+from deepspeed_autoep.finder import CONFIG_MODULE
 
-SUPPORTED_DEEPSPEED = ">=0.19.6,<0.20"
+SUPPORTED_DEEPSPEED, TESTED_DEEPSPEED = ">=0.19.6,<0.20", "0.19.8"
 # Constructing this class is the first thing that zero.Init, deepspeed.initialize and the Trainer do with a config.
-CONFIG_MODULE, CONFIG_CLASS = "runtime.config", "DeepSpeedConfig"
+CONFIG_CLASS = "DeepSpeedConfig"
 
 
 class OverlayError(RuntimeError):
@@ -30,6 +32,11 @@ def features_off() -> frozenset:
     return frozenset(name.strip() for name in os.environ.get("DS_AUTOEP_OFF", "").split(",") if name.strip())
 
 
+def _function(raw):
+    """What stands behind an attribute: the function of a static or class method, without its decorators."""
+    return undecorated(getattr(raw, "__func__", raw))
+
+
 class Overlay:
     """The twins of one package and what became of the extensions that they declare.
 
@@ -37,13 +44,24 @@ class Overlay:
         package: the package that is extended.
         files: dotted module name -> file, for every twin and every new module.
         supported: version specifier of the releases that the twins were written for.
+        tested: the release to install when the installed one does not fit.
     """
 
-    def __init__(self, package: str, files: dict, supported: str = SUPPORTED_DEEPSPEED):
+    def __init__(self,
+                 package: str,
+                 files: dict,
+                 supported: str = SUPPORTED_DEEPSPEED,
+                 tested: str = TESTED_DEEPSPEED):
         self.package = package
         self.files = files
         self.supported = supported
-        self.extensions: list = []
+        self.tested = tested
+        self._recorded: dict = {}  # module name -> its extensions
+        self._config_module = f"{package}.{CONFIG_MODULE}"
+
+    @property
+    def extensions(self) -> list:
+        return [extension for extensions in list(self._recorded.values()) for extension in extensions]
 
     @functools.cached_property
     def found_version(self) -> Optional[str]:
@@ -64,30 +82,47 @@ class Overlay:
             pass
         return f"found {self.package} {self.found_version}, expected {self.package}{self.supported}"
 
+    @staticmethod
+    def run_new_module(loader, module: ModuleType) -> None:
+        """Run a module that the package lacks. A twin is not one: where its target is gone, nothing is served."""
+        with collect_extensions() as declared:
+            loader.exec_module(module)
+        if declared:
+            raise ModuleNotFoundError(f"No module named {module.__name__!r}", name=module.__name__)
+
+    def run_and_bind(self, loader, module: ModuleType) -> None:
+        """Run a module of the package, then bind its twin."""
+        loader.exec_module(module)
+        self.bind(module)
+
     def bind(self, module: ModuleType) -> None:
         """Run the twin of ``module`` and bind what it declares. Never raises: a misfit is recorded."""
-        if module.__name__ == f"{self.package}.{CONFIG_MODULE}":
-            self._guard_config(module)
-        self.extensions = [e for e in self.extensions if e.module != module.__name__]  # a reload binds again
+        guard = self._guard_config(module) if module.__name__ == self._config_module else []
+        self._record(module.__name__, guard + (self._bind_twin(module) if module.__name__ in self.files else []))
+
+    def _record(self, module_name: str, extensions: list) -> None:
+        for extension in extensions:
+            extension.module = module_name
+        self._recorded[module_name] = extensions  # in place of what was recorded before: a reload binds again
+
+    def _bind_twin(self, module: ModuleType) -> list:
         with collect_extensions() as declared:
             try:
                 if self.outside_window is None:
                     self._run_twin(module)
                 else:
-                    declared.append(self._whole_twin(module, self.outside_window))
+                    declared.append(self._whole_twin(self.outside_window))
             except Exception as error:
-                declared.clear()
-                declared.append(self._whole_twin(module, f"its twin failed with {type(error).__name__}: {error}"))
+                declared[:] = [self._whole_twin(f"its twin failed with {type(error).__name__}: {error}")]
         for extension in declared:
-            extension.module = module.__name__
             self._settle_without_change(extension, module)
         for extension in declared:  # only now: a probe must see the module as its release left it
             if extension.state is None:
                 self._apply(extension, module)
-        self.extensions += declared
+        return declared
 
     @staticmethod
-    def _whole_twin(module, reason) -> Extension:
+    def _whole_twin(reason) -> Extension:
         return Extension("*", "all", "every extension of this module", None, state=State.DRIFT, reason=reason)
 
     def _run_twin(self, module) -> None:
@@ -116,41 +151,46 @@ class Overlay:
         try:
             owner = functools.reduce(getattr, path, module)
             raw = vars(owner)[attribute]
-        except (AttributeError, KeyError):
+        except (AttributeError, KeyError, TypeError):
             extension.state, extension.reason = State.DRIFT, f"found no {extension.target}"
             return
-        if not isinstance(extension.replacement, FunctionType):
-            setattr(owner, attribute, extension.replacement)
-        else:
-            mismatch = signature_mismatch(extension.replacement, getattr(raw, "__func__", raw))
-            if mismatch is not None:
-                extension.state, extension.reason = State.DRIFT, mismatch
-                return
-            self._bind_function(extension.replacement, owner, attribute, raw)
-        extension.state = State.APPLIED
+        try:
+            if isinstance(extension.replacement, FunctionType):
+                extension.reason = signature_mismatch(extension.replacement, _function(raw)) or ""
+                if not extension.reason:
+                    self._bind_function(extension, module, owner, raw)
+            else:
+                setattr(owner, attribute, extension.replacement)
+        except Exception as error:  # what stands there now is no function, or cannot be set
+            extension.reason = (f"found {type(raw).__name__} {extension.target}, which cannot be extended "
+                                f"({type(error).__name__}: {error})")
+        extension.state = State.DRIFT if extension.reason else State.APPLIED
 
-    def _bind_function(self, function, owner, attribute, raw) -> None:
+    def _bind_function(self, extension: Extension, module: ModuleType, owner, raw) -> None:
+        function, attribute = extension.replacement, extension.target.rpartition(".")[2]
         function.original = getattr(raw, "__func__", raw)
-        function.__module__ = function.original.__module__
-        function.__name__, function.__qualname__ = attribute, function.original.__qualname__  # pickled by that name
+        function.__signature__ = inspect.signature(_function(raw))
+        # Found, and pickled, under the name at which it is bound.
+        function.__module__, function.__qualname__, function.__name__ = module.__name__, extension.target, attribute
         function.__doc__ = function.__doc__ or function.original.__doc__
         bound = type(raw)(function) if isinstance(raw, (staticmethod, classmethod)) else function
         setattr(owner, attribute, bound)
-        if isinstance(owner, ModuleType):
+        if owner is module and getattr(_function(raw), "__module__", None) == module.__name__:
             self._rebind_importers(raw, bound)
 
     def _rebind_importers(self, old, new) -> None:
         """Point ``from module import name`` copies made before the overlay was switched on at the new function."""
         for name, module in list(sys.modules.items()):
-            if name.startswith(self.package + ".") and isinstance(module, ModuleType):
+            if (name + ".").startswith(self.package + ".") and isinstance(module, ModuleType):
                 for attribute in [key for key, value in vars(module).items() if value is old]:
                     setattr(module, attribute, new)
 
-    def _guard_config(self, module: ModuleType) -> None:
+    def _guard_config(self, module: ModuleType) -> list:
         """Make reading a configuration that enables expert parallelism the moment at which a misfit is an error."""
         config_class = getattr(module, CONFIG_CLASS, None)
-        if config_class is None or getattr(config_class.__init__, "ds_autoep_guard", False):
-            return
+        if not isinstance(config_class, type):
+            return [Extension(CONFIG_CLASS, "all", "a misfit is an error when a configuration is read", None,
+                              state=State.DRIFT, reason=f"found no class {CONFIG_CLASS}")]  # yapf: disable
         original = config_class.__init__
 
         @functools.wraps(original)
@@ -160,13 +200,16 @@ class Overlay:
             if isinstance(block, dict) and block.get("enabled"):
                 self.require_fit()
 
-        guarded.ds_autoep_guard = True
         config_class.__init__ = guarded
+        return []
 
     def load_all(self) -> None:
         """Import every module that has a twin, so that each extension has met its target."""
-        for name in self.files:
-            importlib.import_module(name)
+        for name in sorted({self._config_module, *self.files}):
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                self._record(name, [self._whole_twin(f"importing it failed with {type(error).__name__}: {error}")])
 
     def require_fit(self) -> None:
         """Raise OverlayError when an extension does not fit the installed release."""
@@ -176,5 +219,9 @@ class Overlay:
             listed = "\n".join(f"  {e.name}: {e.reason}" for e in misfits)
             raise OverlayError(
                 f"expert_parallel: the deepspeed-autoep overlay does not fit {self.package} {self.found_version}:\n"
-                f"{listed}\nInstall a supported release: pip install '{self.package}{self.supported}'. "
+                f"{listed}\nInstall a release that it was tested on: pip install '{self.package}=={self.tested}'. "
                 "Jobs without an expert_parallel block are not affected; DS_AUTOEP=0 switches the overlay off.")
+        features = {e.feature for e in self.extensions}
+        if features_off() - features:
+            raise OverlayError(f"DS_AUTOEP_OFF: found {', '.join(sorted(features_off() - features))}; allowed: "
+                               f"{', '.join(sorted(features))}, separated by commas")

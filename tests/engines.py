@@ -46,7 +46,8 @@ def engine_of(checkpoint, config, initialize=None, **from_pretrained):
     hf_config = HfDeepSpeedConfig(config)  # from_pretrained builds under zero.Init as long as this lives
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", **from_pretrained)
     arguments = initialize(model) if callable(initialize) else (initialize or {})
-    engine = deepspeed.initialize(model=model, config=config, **{"model_parameters": model.parameters(), **arguments})[0]
+    arguments = dict(model_parameters=model.parameters(), **arguments)
+    engine = deepspeed.initialize(model=model, config=config, **arguments)[0]
     try:
         yield engine
     finally:

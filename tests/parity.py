@@ -143,8 +143,14 @@ def relative_errors(found, expected):
     }
 
 
-def compare(checkpoint, config, batches, engine_checkpoint=None, hyperparameters=None, initialize=None,
-            scheduled=False, **from_pretrained):
+def compare(checkpoint,
+            config,
+            batches,
+            engine_checkpoint=None,
+            hyperparameters=None,
+            initialize=None,
+            scheduled=False,
+            **from_pretrained):
     """Run both on this rank and return the errors by name: ``{"loss": {}, "gradient": {}, "weight": {}}``.
 
     Args:

@@ -9,6 +9,7 @@ import os
 import socket
 import traceback
 from multiprocessing import get_context
+from unittest import mock
 
 import pytest
 
@@ -23,9 +24,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _serve(rank, world_size, port, environment, pipe):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
-                      MASTER_PORT=str(port), LOCAL_SIZE="8", DS_ACCELERATOR="cpu", **environment)  # yapf: disable
+def _serve(pipe):
     import torch
     torch.set_num_threads(1)
     import deepspeed
@@ -57,13 +56,15 @@ class RankGroup:
         self._workers = []
 
     def _start(self):
-        context, port = get_context("spawn"), _free_port()
+        context = get_context("spawn")
+        shared = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), WORLD_SIZE=str(self.world_size),
+                      LOCAL_SIZE="8", DS_ACCELERATOR="cpu", **self._environment)  # yapf: disable
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve,
-                                      args=(rank, self.world_size, port, self._environment, theirs),
-                                      daemon=True)
-            process.start()
+            process = context.Process(target=_serve, args=(theirs, ), daemon=True)
+            # Inherited, not set by the child: its start-up line and its imports come before any code of ours.
+            with mock.patch.dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), **shared):
+                process.start()
             theirs.close()
             self._workers.append((process, ours))
         self._raise_if_failed(self._answers(timeout=300))  # imports, and once the build of DeepSpeed's C++ operator
@@ -130,5 +131,3 @@ def rank_group(world_size: int, **environment):
         made.close()
 
     return group
-
-

@@ -93,7 +93,8 @@ def _describe(key, items):
     if items[0]["type"] == "extra_forbidden":
         near = difflib.get_close_matches(str(key), ExpertParallelBlock.model_fields, n=1)
         meant = f" (did you mean {near[0]}?)" if near else ""
-        return f"expert_parallel.{key}: found an unknown key{meant}; allowed: {', '.join(ExpertParallelBlock.model_fields)}"
+        allowed = ", ".join(ExpertParallelBlock.model_fields)
+        return f"expert_parallel.{key}: found an unknown key{meant}; allowed: {allowed}"
     messages = dict.fromkeys(item["msg"].replace("Input should be", "allowed:").replace("Value error, ", "")
                              for item in items)  # yapf: disable
     return f"expert_parallel.{key}: found {items[0]['input']!r}; {' or '.join(messages)}"
@@ -101,7 +102,7 @@ def _describe(key, items):
 
 @extends("parse_autoep_config",
          feature="config-errors",
-         why="an unknown key, a wrong type or an impossible value is an error that names key, value and what is allowed")
+         why="an unknown key, a wrong type or an impossible value is an error that names key and value")
 def parse_autoep_config(param_dict):
     if param_dict and param_dict.get("enabled"):
         check_block(param_dict)

@@ -47,7 +47,7 @@ def check_topology(config):
 
 @extends("DeepSpeedConfig._do_error_check",
          feature="config-errors",
-         why="an expert-parallel degree that does not divide the ranks, or what ZeRO-3 cannot combine with it, is refused")
+         why="a degree that does not divide the ranks, or what ZeRO-3 cannot combine with it, is refused at once")
 def _do_error_check(self):
     _do_error_check.original(self)
     if self.expert_parallel_config.enabled:

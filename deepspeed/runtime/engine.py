@@ -20,8 +20,8 @@ def _check_model(engine, model):
     fitting = preset_name_for_hf_model_type(model_type)
     if chosen is not None and fitting is not None and chosen != fitting:
         # Blocks of different families look alike; the wrong preset would drop shared experts or route differently.
-        raise ValueError(f"expert_parallel.preset_model: found {chosen!r} for a model of type {model_type!r}; allowed: "
-                         f"{fitting!r}, or no preset_model at all")
+        raise ValueError(f"expert_parallel.preset_model: found {chosen!r} for a model of type {model_type!r}; "
+                         f"allowed: {fitting!r}, or no preset_model at all")
     config = copy.copy(engine._config.expert_parallel_config)  # detection fills in what the model's config says
     validate_autoep_post_detection(config, AutoEP(model, config).ep_parser())
 

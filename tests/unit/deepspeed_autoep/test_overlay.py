@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a twin can change, when it is bound, and that nobody can tell an extended function from an ordinary one."""
 import importlib
+import importlib.machinery
+import importlib.util
 import inspect
 import pickle
 import pkgutil
@@ -11,9 +13,11 @@ import threading
 import traceback
 
 import pytest
-from conftest import PACKAGE, fresh_environment
+from fake_package import PACKAGE
+from interpreters import fresh_environment
 
 from deepspeed_autoep.extension import State
+from deepspeed_autoep.overlay import OverlayError
 
 DOUBLE = """
 @extends("double", feature="faster", why="one more than upstream's")
@@ -52,10 +56,8 @@ def test_method_of_each_kind(fake, target, parameters, call, expected):
             return found + (100 if isinstance(found, int) else "100")
     """)  # yapf: disable
     overlay = fake.switch_on()
-    kind = type(vars(fake.load("maths").Counter).get(target.rpartition(".")[2]))
     assert call(fake.load("maths")) == expected
     assert states(overlay) == {target: State.APPLIED}
-    assert kind is {"Counter.zero": staticmethod, "Counter.label": classmethod}.get(target, kind)
 
 
 def test_extensions_of_one_target_stack_in_order(fake):
@@ -71,6 +73,30 @@ def test_extensions_of_one_target_stack_in_order(fake):
     overlay = fake.switch_on()
     assert fake.load("maths").double(3) == 700
     assert [extension.state for extension in overlay.extensions] == [State.APPLIED] * 2
+
+
+def test_decorator_that_hides_the_function(fake):
+    """DeepSpeed's ``instrument_w_nvtx`` takes ``*args, **kwargs`` and does not say what it wraps."""
+    fake.write(
+        "deco.py", """
+        def timed(function):
+            def wrapped(*args, **kwargs):
+                return function(*args, **kwargs)
+
+            return wrapped
+        """)
+    fake.write(
+        "maths.py", "from fakespeed.deco import timed\n\n\n@timed\n@timed\ndef double(x, factor=2):\n"
+        "    return x * factor\n\n\n@timed\ndef any(*args, **kwargs):\n    return 1\n")
+    fake.write("user.py", "from fakespeed.maths import double\n")
+    fake.twin("maths.py", DOUBLE + "@extends('any', feature='f', why='w')\ndef any(*args, **kwargs):\n    return 2\n")
+    fake.load("user")
+    overlay = fake.switch_on()
+    maths = fake.load("maths")
+    assert states(overlay) == {"double": State.APPLIED, "any": State.APPLIED}
+    assert (maths.double(3), maths.any()) == (7, 2)
+    assert maths.double is fake.load("user").double is pickle.loads(pickle.dumps(maths.double))
+    assert str(inspect.signature(maths.double)) == "(x, factor=2)"
 
 
 def test_attribute_is_replaced(fake):
@@ -126,8 +152,9 @@ def test_probe_decides(fake, probe, state, doubled):
 
 def test_every_probe_sees_the_module_as_its_release_left_it(fake):
     unless = "unless=lambda module: module.LIMIT == 99"
-    fake.twin("maths.py", f"replaces('LIMIT', 99, feature='f', why='w', {unless})\n"
-              f"replaces('untouched', 99, feature='f', why='w', {unless})\n")
+    fake.twin(
+        "maths.py", f"replaces('LIMIT', 99, feature='f', why='w', {unless})\n"
+        f"replaces('untouched', 99, feature='f', why='w', {unless})\n")
     overlay = fake.switch_on()
     fake.load("maths")
     assert states(overlay) == {"LIMIT": State.APPLIED, "untouched": State.APPLIED}
@@ -135,11 +162,18 @@ def test_every_probe_sees_the_module_as_its_release_left_it(fake):
 
 def test_one_feature_is_left_out(fake, monkeypatch):
     fake.twin("maths.py", DOUBLE + "replaces('LIMIT', 99, feature='other', why='w')\n")
-    monkeypatch.setenv("DS_AUTOEP_OFF", "unknown, faster")
+    monkeypatch.setenv("DS_AUTOEP_OFF", " faster,")
     overlay = fake.switch_on()
     assert fake.load("maths").double(3) == 6 and fake.load("maths").LIMIT == 99
     assert states(overlay) == {"double": State.OFF, "LIMIT": State.APPLIED}
     overlay.require_fit()
+
+
+def test_an_unknown_feature_to_leave_out_is_refused(fake, monkeypatch):
+    fake.twin("maths.py", DOUBLE)
+    monkeypatch.setenv("DS_AUTOEP_OFF", "fatser")
+    with pytest.raises(OverlayError, match="DS_AUTOEP_OFF: found fatser; allowed: faster"):
+        fake.switch_on().require_fit()
 
 
 # ------------------------------------------------------------------------------------------------------- when it binds
@@ -199,18 +233,22 @@ def test_threads_that_import_together_keep_their_extensions_apart(fake):
     for thread in importers:
         thread.join()
     del threading.meeting
-    assert {e.name: e.state for e in overlay.extensions} == {
+    assert {
+        e.name: e.state
+        for e in overlay.extensions
+    } == {
         f"{PACKAGE}.maths.double": State.APPLIED,
         f"{PACKAGE}.other.triple": State.APPLIED
     }
 
 
-# ---------------------------------------------------------------------------------------- nobody can tell the difference
+# -------------------------------------------------------------------------------------- nobody can tell the difference
 
 
 @pytest.fixture
 def extended(fake):
-    file = fake.twin("maths.py", DOUBLE + """
+    file = fake.twin(
+        "maths.py", DOUBLE + """
 @extends("Counter.step", feature="f", why="w")
 def step(self, *args, **kwargs):
     \"\"\"Ours.\"\"\"
@@ -251,7 +289,7 @@ def test_traceback_points_into_the_twin(extended):
 
 def test_module_looks_as_without_us(extended):
     maths, _ = extended
-    assert type(maths.__spec__.loader).__name__ == type(maths.__loader__).__name__ == "SourceFileLoader"
+    assert isinstance(maths.__loader__, importlib.machinery.SourceFileLoader)
     assert maths.__spec__.loader is maths.__loader__
     assert b"class Counter" in pkgutil.get_data(PACKAGE, "maths.py")
     assert "class Counter" in importlib.util.find_spec(maths.__name__).loader.get_source(maths.__name__)

@@ -5,7 +5,7 @@ import importlib
 import sys
 
 import pytest
-from conftest import PACKAGE, SOURCES
+from fake_package import PACKAGE, SOURCES
 
 from deepspeed_autoep.extension import State
 from deepspeed_autoep.overlay import OverlayError
@@ -17,12 +17,24 @@ def double(x, factor=2):
 
 replaces("LIMIT", 99, feature="f", why="w")
 """
-MATHS, CONFIG = SOURCES["maths.py"], SOURCES["runtime/config.py"]
+DECORATOR = """
+        def decorator(function):
+            return lambda *args, **kwargs: function(*args, **kwargs)
+
+        def either(function, other=decorator):
+            return lambda *args, **kwargs: (function or other)(*args, **kwargs)
+
+"""
+MATHS, CONFIG = DECORATOR + SOURCES["maths.py"], SOURCES["runtime/config.py"]
 
 # What upstream did to maths.py -> what the error must name.
 UPSTREAM_CHANGES = {
     "a parameter more": (("factor=2", "factor=2, power=1"),
                          ["maths.double", "found (x, factor=2, power=1)", "expected (x, factor=2)"]),
+    "decorated parameter more": (("def double(x, factor=2", "@decorator\n        def double(x, power=1, factor=2"),
+                                 ["found (x, power=1, factor=2)", "expected (x, factor=2)"]),
+    "decorator that may call another": (("def double", "@either\n        def double"),
+                                        ["found (*args, **kwargs)", "expected (x, factor=2)"]),
     "another default": (("factor=2", "factor=3"), ["maths.double", "found (x, factor=3)", "expected (x, factor=2)"]),
     "renamed parameter": (("double(x, factor", "double(y, factor"), ["found (y, factor=2)", "expected (x, factor=2)"]),
     "keyword only": (("x, factor=2", "x, *, factor=2"), ["found (x, *, factor=2)", "expected (x, factor=2)"]),
@@ -104,11 +116,11 @@ def test_release_outside_the_window(fake, found, late):
     assert_only_expert_parallel_fails(fake, f"found {PACKAGE} {found}", f"expected {PACKAGE}>=1.4,<2")
 
 
-@pytest.mark.parametrize("found", ["1.4", "1.4.0.dev3+local", "1.9.9", "1.5.0+cu130"])
+@pytest.mark.parametrize("found", ["1.4", "1.9.9", "1.5.0+cu130", "1.6.0rc1", "1.6.0.dev3+local"])
 def test_release_inside_the_window(fake, found):
     fake.write("__init__.py", f"__version__ = {found!r}\n")
     fake.twin("maths.py", TWIN)
-    fake.switch_on(supported=">=1.4.0.dev0,<2")
+    fake.switch_on()
     assert fake.load("maths").double(3) == 7
     fake.read_config(expert_parallel={"enabled": True})
 
@@ -174,9 +186,10 @@ def test_misfit_is_found_before_its_module_is_used(fake, late):
 
 def test_config_keeps_its_face_and_its_guard(fake):
     """The class reads as before, is guarded once, and again after a reload; a twin of its module changes nothing."""
-    fake.twin("runtime/config.py", "@extends('DeepSpeedConfig.__init__', feature='f', why='w')\n"
-              "def __init__(self, config, *args, **kwargs):\n"
-              "    __init__.original(self, {**config, 'ours': 1}, *args, **kwargs)\n")
+    fake.twin(
+        "runtime/config.py", "@extends('DeepSpeedConfig.__init__', feature='f', why='w')\n"
+        "def __init__(self, config, *args, **kwargs):\n"
+        "    __init__.original(self, {**config, 'ours': 1}, *args, **kwargs)\n")
     fake.twin("maths.py", "1 / 0\n")
     fake.switch_on()
     for _ in range(2):

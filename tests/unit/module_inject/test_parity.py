@@ -91,7 +91,7 @@ def test_bf16(two_ranks, checkpoint, ep):
     assert_parity(two_ranks.run(parity.compare, model, config, batches, dtype="bfloat16"), BF16_BOUND)
 
 
-@pytest.mark.floor
+@pytest.mark.presets
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_every_preset(two_ranks, checkpoint, family):
     preset = "qwen3_moe" if family == "qwen2_moe" else family
@@ -141,7 +141,10 @@ def _config_for(initialize):
 def test_the_comparison_notices_a_wrong_expert(two_ranks, checkpoint):
     """The negative control: another checkpoint for the engine than for the reference."""
     batches = parity.make_batches(2, 1, tiny_models.VOCABULARY)
-    results = two_ranks.run(parity.compare, checkpoint("qwen3_moe"), ds_config(2), batches,
+    results = two_ranks.run(parity.compare,
+                            checkpoint("qwen3_moe"),
+                            ds_config(2),
+                            batches,
                             engine_checkpoint=checkpoint("qwen3_moe", seed=1))
     with pytest.raises(AssertionError):
         assert_parity(results)

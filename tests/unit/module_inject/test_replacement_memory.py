@@ -1,6 +1,6 @@
 # Copyright (c) DeepSpeed Team.
 # SPDX-License-Identifier: Apache-2.0
-"""Replacing a layer leaves nothing behind: its source is freed, its experts are partitioned before the next is built."""
+"""Replacing a layer frees its source and partitions its experts before the next layer is built."""
 import deepspeed
 import pytest
 from packaging.version import Version

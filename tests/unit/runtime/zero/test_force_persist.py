@@ -76,7 +76,11 @@ def counted_gathers(watched, phase):
         yield counts
 
 
-def gathers_per_step(checkpoint, thresholds, accumulation=1, evaluate=False, evaluate_first=False,
+def gathers_per_step(checkpoint,
+                     thresholds,
+                     accumulation=1,
+                     evaluate=False,
+                     evaluate_first=False,
                      checkpointing=False):
     """Train; return (gathers of routers in forward and backward, the same at the end of a step), by step."""
     import torch
@@ -140,8 +144,8 @@ def persistent_names(checkpoint, thresholds, decide_in_init=False):
             engine_of(checkpoint, ds_config(2, zero=thresholds)) as engine:
         kept = {id(param) for param in engine.optimizer.persistent_parameters}
         named = list(engine.module.named_parameters())
-        return ([name for name, param in named if id(param) in kept],
-                [name for name, param in named if param.ds_persist],
+        return ([name for name, param in named
+                 if id(param) in kept], [name for name, param in named if param.ds_persist],
                 [name for name, param in named if getattr(param, "ds_force_persist", False)])
 
 
@@ -161,8 +165,10 @@ def test_marked_elements_count_toward_the_model_total(two_ranks, checkpoint):
 
 @pytest.mark.floor
 def test_decided_inside_zero_init(two_ranks, checkpoint):
-    for kept, persistent, _ in two_ranks.run(persistent_names, checkpoint,
-                                             dict(stage3_param_persistence_threshold=0), decide_in_init=True):
+    for kept, persistent, _ in two_ranks.run(persistent_names,
+                                             checkpoint,
+                                             dict(stage3_param_persistence_threshold=0),
+                                             decide_in_init=True):
         assert kept == persistent == ROUTERS
 
 
@@ -179,8 +185,10 @@ def marks_of_a_router_with_biases():
             module.bias = torch.nn.Parameter(torch.zeros(tiny_models.EXPERTS))
     engine = deepspeed.initialize(model=model, config=ds_config(2), model_parameters=model.parameters())[0]
     try:
-        return [name for layer in autoep_layers(engine.module).values()
-                for name, param in layer.router.named_parameters() if param.ds_force_persist and param.ds_persist]
+        return [
+            name for layer in autoep_layers(engine.module).values() for name, param in layer.router.named_parameters()
+            if param.ds_force_persist and param.ds_persist
+        ]
     finally:
         engine.destroy()
 
