@@ -1,0 +1,43 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+"""The same training through the Trainer of Transformers, which is given DeepSpeed's configuration and no more.
+
+    python examples/tiny_moe.py runs/tiny_moe
+    torchrun --nproc-per-node 2 examples/trainer.py --model runs/tiny_moe
+"""
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from tiny_moe import argument_parser, datasets, write_summary
+
+
+def main():
+    parser = argument_parser("trainer")
+    parser.add_argument("--config", default="examples/ds_zero3_ep.json", help="DeepSpeed's configuration")
+    args = parser.parse_args()
+
+    # Before the model: from then on from_pretrained loads each rank's part only.
+    training = TrainingArguments(
+        deepspeed=args.config,
+        per_device_train_batch_size=4,  # this and the learning rate: as in args.config
+        learning_rate=2e-3,
+        lr_scheduler_type="constant",
+        max_steps=args.steps,
+        logging_steps=1,
+        eval_on_start=True,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=not torch.cuda.is_available(),  # unsaid, each rank trains as if alone
+        output_dir="runs/trainer")
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")
+    blocks, held_out = datasets(model)
+    trainer = Trainer(model=model, args=training, train_dataset=blocks, eval_dataset=held_out)
+    trainer.train()
+    trainer.evaluate()
+    losses, held_out = ([entry[name] for entry in trainer.state.log_history if name in entry]
+                        for name in ("loss", "eval_loss"))  # yapf: disable
+    write_summary(args.summary, trainer.model, losses, held_out)
+
+
+if __name__ == "__main__":
+    main()
