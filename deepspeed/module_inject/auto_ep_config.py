@@ -15,11 +15,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from deepspeed.module_inject.auto_ep_presets.base import AutoEPConfig
 from deepspeed.module_inject.auto_ep_presets.registry import available_preset_names
+from deepspeed.moe.reshard_exchange import DEFAULT_BUCKET_BYTES
 from deepspeed_autoep.extension import extends
+
+_OWN_KEYS = {"reshard_bucket_bytes"}  # read by the overlay; DeepSpeed's parser passes over them
 
 
 class ExpertParallelBlock(BaseModel):
-    """Keys, types and values of the ``expert_parallel`` block. What each key means is DeepSpeed's documentation."""
+    """Keys, types and values of the ``expert_parallel`` block. What each key means is DeepSpeed's documentation.
+
+    ``reshard_bucket_bytes`` is this overlay's: the buffers, in bytes, through which weights move between ranks.
+    """
     model_config = ConfigDict(extra="forbid", strict=True)
 
     enabled: bool = False
@@ -58,6 +64,7 @@ class ExpertParallelBlock(BaseModel):
     shared_experts_pattern: Optional[str] = None
     shared_experts_gate_pattern: Optional[str] = None
     expert_activation: Optional[str] = None
+    reshard_bucket_bytes: int = Field(DEFAULT_BUCKET_BYTES, ge=1)
 
     @field_validator("preset_model")
     @classmethod
@@ -81,7 +88,7 @@ def check_block(block):
         for item in error.errors():
             found.setdefault(item["loc"][0], []).append(item)
         problems += [_describe(key, items) for key, items in found.items()]
-    known = {field.name for field in dataclasses.fields(AutoEPConfig)}
+    known = {field.name for field in dataclasses.fields(AutoEPConfig)} | _OWN_KEYS
     for key in sorted(set(block) & set(ExpertParallelBlock.model_fields) - known):
         problems.append(f"expert_parallel.{key}: found {block[key]!r}, but the installed DeepSpeed does not know this "
                         "key yet; allowed: a newer release, or leaving it out")

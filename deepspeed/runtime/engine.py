@@ -5,6 +5,7 @@
 """Where AutoEP enters the engine."""
 import copy
 
+from deepspeed.moe.reshard_exchange import DEFAULT_BUCKET_BYTES
 from deepspeed.runtime.zero.expert_partitioning import replacing_layers_of
 from deepspeed_autoep.extension import extends
 
@@ -22,6 +23,12 @@ def _check_model(engine, model):
         # Blocks of different families look alike; the wrong preset would drop shared experts or route differently.
         raise ValueError(f"expert_parallel.preset_model: found {chosen!r} for a model of type {model_type!r}; "
                          f"allowed: {fitting!r}, or no preset_model at all")
+    on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
+    if on_meta is not None:
+        raise ValueError(
+            f"expert_parallel: found parameter '{on_meta}' on the meta device, without contents; allowed: "
+            "parameters on a device, or partitioned. Build or load the model inside "
+            "deepspeed.zero.Init, or without a meta device.")
     config = copy.copy(engine._config.expert_parallel_config)  # detection fills in what the model's config says
     validate_autoep_post_detection(config, AutoEP(model, config).ep_parser())
 
@@ -39,6 +46,10 @@ def refuse_unfit_model(self, model, *args, **kwargs):
          feature="partitioned-experts",
          why="the engine's configuration decides how a layer's new experts are partitioned")
 def replace_with_partitioned_experts(self, model, *args, **kwargs):
-    partitions = self._config.expert_parallel_config.enabled and self.zero_optimization_partition_weights()
-    with replacing_layers_of(self._config._param_dict if partitions else None):
+    block = self._config.expert_parallel_config
+    if not (block.enabled and self.zero_optimization_partition_weights()):
+        return replace_with_partitioned_experts.original(self, model, *args, **kwargs)
+    config = self._config._param_dict
+    bucket_bytes = config["expert_parallel"].get("reshard_bucket_bytes", DEFAULT_BUCKET_BYTES)
+    with replacing_layers_of(config, bucket_bytes):
         return replace_with_partitioned_experts.original(self, model, *args, **kwargs)

@@ -2,94 +2,165 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Expert parameters that are born partitioned over the ranks which hold the same experts.
+"""Expert parameters that are born partitioned over the ranks which hold the same experts, and filled shard to shard.
 
-Replacing a layer used to allocate its local experts whole and to partition them later (up to 0.19.6 after the last
-layer). Here a ``zero.Init`` bound to the expert-data-parallel (EDP) group partitions each expert tensor as it is
-constructed, and the weights are written straight into this rank's shard.
+Replacing a layer used to gather it whole on every rank, copy the local experts out of it, allocate their parameters
+whole and partition those later (up to 0.19.6 after the last layer). Here an expert parameter is never whole: a
+``zero.Init`` bound to the expert-data-parallel (EDP) group allocates its shard, and every rank sends the elements of
+its source shards to the ranks that hold them from now on.
 """
 import contextlib
+import dataclasses
 from contextvars import ContextVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed.comm as dist
+from deepspeed.comm.agreement import agree, failing_together
+from deepspeed.moe.expert_layout import Layout
+from deepspeed.moe.reshard import Plan, expert_placement, zero3_placement
+from deepspeed.moe.reshard_exchange import exchange
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.utils import groups
 
-_ds_config = ContextVar("ds_config", default=None)
-_expert_init = ContextVar("expert_init", default=None)
+_settings = ContextVar("settings", default=None)
+_new_experts = ContextVar("new_experts", default=None)
 
 
 @contextlib.contextmanager
-def replacing_layers_of(ds_config):
-    """Say which DeepSpeed configuration (a dict) the layers replaced inside the block are partitioned by."""
-    token = _ds_config.set(ds_config)
+def _holding(variable, value):
+    token = variable.set(value)
     try:
-        yield
+        yield value
     finally:
-        _ds_config.reset(token)
+        variable.reset(token)
 
 
-@contextlib.contextmanager
-def experts_born_partitioned(source_params, ep_size):
-    """Let ``construct_partitioned`` partition what it constructs inside the block, when the source is partitioned.
-
-    A source held whole on every rank is left to the engine, which moves, broadcasts and converts the whole model.
-    So is one with parameters on NVMe, whose shards cannot be written from here.
+def replacing_layers_of(ds_config, bucket_bytes):
+    """Say which DeepSpeed configuration (a dict) layers replaced inside the block are partitioned by.
 
     Args:
-        source_params: parameters of the experts that are being replaced; theirs is the dtype of the new ones.
-        ep_size: expert-parallel degree, which names the EDP group.
+        bucket_bytes: upper bound of the buffers, in bytes, through which weights move to other ranks.
     """
-    partitioned = [param for param in source_params if is_zero_param(param)]
-    if not partitioned or _ds_config.get() is None:
+    return _holding(_settings, (ds_config, bucket_bytes))
+
+
+@contextlib.contextmanager
+def experts_born_partitioned(layout, sources, ep_size, ep_rank):
+    """Let ``construct_partitioned`` build the new experts of one layer, when those that it replaces are partitioned.
+
+    A source held whole on every rank is left to the engine, which moves, broadcasts and converts the whole model. So
+    is one whose shards cannot be read as they are: on NVMe, quantized, or with a secondary partition (hpZ).
+
+    Args:
+        layout: function that returns the ``Layout`` from the sources to the new experts' parameters.
+        sources: parameters of the experts that are being replaced, by the layout's names.
+        ep_size, ep_rank: expert-parallel degree and rank.
+
+    Raises:
+        FailedOnRank: on every rank, when the block fails on one of them.
+    """
+    partitioned = [param for param in sources.values() if is_zero_param(param)]
+    settings = _settings.get()
+    init = partitioned and settings and _edp_init(settings[0], partitioned, ep_size)
+    if not init:
         yield
         return
+    group = partitioned[0].ds_process_group
+    with failing_together(group):
+        experts = _NewExperts(init, layout(), sources, group, ep_rank, settings[1])
+        with _holding(_new_experts, experts):
+            yield
+
+
+def _edp_init(ds_config, sources, ep_size):
+    """A ``zero.Init`` bound to the EDP group, or None when shards cannot be moved under this configuration."""
     init = Init(data_parallel_group=groups._get_expert_data_parallel_group(f"ep_size_{ep_size}"),
-                config_dict_or_path=_ds_config.get())
-    if init.remote_device == OffloadDeviceEnum.nvme:
-        yield
-        return
-    init.dtype = partitioned[0].dtype
-    token = _expert_init.set(init)
-    try:
-        yield
-    finally:
-        _expert_init.reset(token)
+                config_dict_or_path=ds_config)
+    init.dtype = sources[0].dtype
+    quantized = init.quantized_nontrainable_weights or any(hasattr(p.ds_tensor, "ds_quant_scale") for p in sources)
+    if init.remote_device == OffloadDeviceEnum.nvme or init.zero_param_process_group is not None or quantized:
+        return None
+    return init
+
+
+def are_born_partitioned():
+    """Whether ``construct_partitioned`` builds and fills the experts of the layer that is being constructed."""
+    return _new_experts.get() is not None
 
 
 def construct_partitioned(module_class, *args, **kwargs):
-    """Construct ``module_class(*args, **kwargs)``, partitioned as ``experts_born_partitioned`` asks for."""
-    init = _expert_init.get()
-    if init is None:
+    """Construct ``module_class(*args, **kwargs)``; partitioned and filled as ``experts_born_partitioned`` asks for."""
+    experts = _new_experts.get()
+    if experts is None:
         return module_class(*args, **kwargs)
-    # Not `with init`: inside a caller's own zero.Init, suspended by deepspeed.initialize, entering would be a no-op.
-    init.patch_init_and_builtins()
-    try:
-        return module_class(*args, **kwargs)
-    finally:
-        init.unpatch_init_and_builtins()
+    with torch.device("meta"):
+        module = module_class(*args, **kwargs)
+    experts.partition(module)
+    experts.fill(module)
+    return module
 
 
-def write_shard(param, full):
-    """Write this rank's part of ``full`` into the shard of the partitioned ``param``. No communication.
+@dataclasses.dataclass
+class _NewExperts:
+    """The experts of one layer, from the shards of those that they replace."""
+    init: Init
+    layout: Layout
+    sources: dict
+    group: dist.ProcessGroup
+    ep_rank: int
+    bucket_bytes: int
 
-    Args:
-        param: a released ZeRO-3 parameter.
-        full: tensor with the shape and dtype that ``param`` has when gathered.
+    def partition(self, module):
+        """Replace the parameters of ``module``, which have shapes only, by shards over the EDP group."""
+        for name, shape in [(name, param.shape) for name, param in module.named_parameters(recurse=False)]:
+            unfilled = torch.empty(1, dtype=self.init.dtype, device=self.init.local_device).expand(shape)
+            param = torch.nn.Parameter(unfilled)
+            setattr(module, name, param)
+            self.init._convert_to_deepspeed_param(param)
+            with _WithoutContents():
+                param.partition()
 
-    Raises:
-        ValueError: when shape or dtype differ.
-    """
-    if torch.Size(param.ds_shape) != full.shape or param.dtype != full.dtype:
-        raise ValueError(f"expert parameter of shape {tuple(param.ds_shape)}, {param.dtype} cannot take weights of "
-                         f"shape {tuple(full.shape)}, {full.dtype}")
-    shard = param.ds_tensor
-    start = dist.get_rank(group=param.ds_process_group) * shard.ds_numel
-    count = min(shard.ds_numel, param.ds_numel - start)  # the last ranks' shards are padded, or all padding
-    if count > 0:
-        with torch.no_grad():
-            shard[:count].copy_(full.reshape(-1)[start:start + count])
+    def fill(self, module):
+        """Write this rank's shards of ``module``, from all ranks' shards of the sources."""
+        targets = {name: getattr(module, name) for name in self.layout.targets}
+        told = agree(self.group, numbers=(self.ep_rank, dist.get_rank(group=self.init.ds_process_group)))
+        holders = _holders(told)
+        for name, (experts, *matrix) in self.layout.targets.items():
+            expected = torch.Size((experts // len(holders), *matrix))
+            if targets[name].ds_shape != expected:
+                raise ValueError(f"expert parameter {name}: found shape {tuple(targets[name].ds_shape)}; the weights "
+                                 f"that it takes have shape {tuple(expected)}")
+        plan = Plan(self.layout,
+                    {name: zero3_placement(param.ds_numel, range(len(told))) for name, param in self.sources.items()},
+                    {name: expert_placement(param.ds_numel * len(holders), holders)
+                     for name, param in targets.items()})  # yapf: disable
+        exchange(plan, _shards(self.sources), _shards(targets), self.group, self.bucket_bytes)
+
+
+def _holders(coordinates):
+    """``[ep_rank][edp_rank] -> rank``, from every rank's ``(ep_rank, edp_rank)``."""
+    ranks = {coordinate: rank for rank, coordinate in enumerate(coordinates)}
+    degrees = [max(column) + 1 for column in zip(*coordinates)]
+    if len(ranks) != len(coordinates) or len(ranks) != degrees[0] * degrees[1]:
+        raise ValueError(f"expert_parallel: found the ranks of ZeRO-3 at (EP rank, EDP rank) {coordinates}; allowed: "
+                         "a full grid, each place once")
+    return [[ranks[ep_rank, edp_rank] for edp_rank in range(degrees[1])] for ep_rank in range(degrees[0])]
+
+
+def _shards(params):
+    return {name: param.ds_tensor for name, param in params.items()}
+
+
+class _WithoutContents(TorchDispatchMode):
+    """Lets a parameter of one repeated element be partitioned: its whole tensor is neither made nor copied from."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.clone.default:
+            return torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+        if func is torch.ops.aten.copy_.default and args[1].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
