@@ -53,3 +53,24 @@ def replace_with_partitioned_experts(self, model, *args, **kwargs):
     bucket_bytes = config["expert_parallel"].get("reshard_bucket_bytes", DEFAULT_BUCKET_BYTES)
     with replacing_layers_of(config, bucket_bytes):
         return replace_with_partitioned_experts.original(self, model, *args, **kwargs)
+
+
+def _remaps_optimizers(engine_module):
+    return hasattr(engine_module, "_remap_client_optimizer_after_module_replacement")
+
+
+@extends("DeepSpeedEngine._check_for_duplicates",
+         feature="stale-optimizers",
+         why="up to 0.19.6 an optimizer made before the replacement trains the discarded experts, silently",
+         unless=_remaps_optimizers)
+def refuse_stale_optimizer(self, optimizer):
+    if self._config.expert_parallel_config.enabled:
+        live = {id(param) for param in self.module.parameters()}
+        stale = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in live]
+        if stale:
+            raise ValueError(
+                f"expert_parallel: found an optimizer made before the experts were replaced; {len(stale)} "
+                "of its parameters are not in the model any more. Allowed with this DeepSpeed: an "
+                "optimizer named in the configuration, with model_parameters=model.parameters(), or a "
+                "function that makes one. DeepSpeed 0.19.7 or newer moves such an optimizer over.")
+    return refuse_stale_optimizer.original(self, optimizer)

@@ -70,10 +70,12 @@ def experts_born_partitioned(layout, sources, ep_size, ep_rank):
         yield
         return
     group = partitioned[0].ds_process_group
-    with failing_together(group):
+    with failing_together(group):  # by itself: the block below begins with a collective of its own
         experts = _NewExperts(init, layout(), sources, group, ep_rank, settings[1])
-        with _holding(_new_experts, experts):
-            yield
+    with failing_together(group), _holding(_new_experts, experts):
+        yield
+    for param in sources.values():  # whoever still refers to a replaced parameter, it holds no weights any more
+        param.ds_tensor.data = param.ds_tensor.new_empty(0)
 
 
 def _edp_init(ds_config, sources, ep_size):
