@@ -7,7 +7,7 @@ export LOCAL_SIZE ?= 8
 export DS_ACCELERATOR ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup setup-floor demo test test-newest test-floor test-transformers-floor test-slow bench-replacement bench-startup lint clean
+.PHONY: setup setup-floor demo test test-newest test-floor test-transformers-floor test-slow bench-init bench-startup lint clean
 
 setup: .venv/.overlay
 setup-floor: .venv-floor/.overlay
@@ -47,9 +47,9 @@ test-transformers-floor: setup-floor .venv-floor/newest-deepspeed
 test-slow: setup
 	.venv/bin/python -m pytest tests -m slow
 
-bench-replacement: setup setup-floor
-	.venv-floor/bin/python benchmarks/replacement_memory.py
-	.venv/bin/python benchmarks/replacement_memory.py
+bench-init: setup setup-floor
+	.venv-floor/bin/python benchmarks/init_memory.py
+	.venv/bin/python benchmarks/init_memory.py
 
 bench-startup: setup
 	.venv/bin/python benchmarks/startup.py

@@ -28,6 +28,7 @@ def _serve(pipe):
     import torch
     torch.set_num_threads(1)
     import deepspeed
+    torch.distributed.init_process_group("gloo")  # by ourselves: ranks that share one GPU could make no sub-group
     deepspeed.init_distributed("gloo")
     pipe.send((True, "ready"))
     while True:
@@ -57,13 +58,13 @@ class RankGroup:
 
     def _start(self):
         context = get_context("spawn")
-        shared = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), WORLD_SIZE=str(self.world_size),
-                      LOCAL_SIZE="8", DS_ACCELERATOR="cpu", **self._environment)  # yapf: disable
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(self.world_size),
+                  "LOCAL_SIZE": "8", "DS_ACCELERATOR": "cpu", **self._environment}  # yapf: disable
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, ), daemon=True)
             # Inherited, not set by the child: its start-up line and its imports come before any code of ours.
-            with mock.patch.dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), **shared):
+            with mock.patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared}):
                 process.start()
             theirs.close()
             self._workers.append((process, ours))
