@@ -27,7 +27,7 @@ SHAPES = {
     "small": dict(num_experts=16, hidden_size=256, moe_intermediate_size=128, **REST),
     "qwen3-30b": dict(num_experts=128, hidden_size=2048, moe_intermediate_size=768, **REST),
 }
-OVERLAY = {"DeepSpeed": "debug-name-tables,partitioned-experts", "overlay": ""}
+OVERLAY = {"DeepSpeed": "debug-name-tables,partitioned-experts,unfilled-experts", "overlay": ""}
 
 
 def layer_bytes(shape):

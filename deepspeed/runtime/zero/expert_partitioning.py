@@ -14,7 +14,6 @@ import dataclasses
 from contextvars import ContextVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed.comm as dist
 from deepspeed.comm.agreement import agree, failing_together
@@ -23,6 +22,7 @@ from deepspeed.moe.reshard import Plan, expert_placement, zero3_placement
 from deepspeed.moe.reshard_exchange import exchange
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.unfilled import partition_unfilled
 from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.utils import groups
 
@@ -120,11 +120,8 @@ class _NewExperts:
         """Replace the parameters of ``module``, which have shapes only, by shards over the EDP group."""
         for name, shape in [(name, param.shape) for name, param in module.named_parameters(recurse=False)]:
             unfilled = torch.empty(1, dtype=self.init.dtype, device=self.init.local_device).expand(shape)
-            param = torch.nn.Parameter(unfilled)
-            setattr(module, name, param)
-            self.init._convert_to_deepspeed_param(param)
-            with _WithoutContents():
-                param.partition()
+            setattr(module, name, torch.nn.Parameter(unfilled))
+            partition_unfilled(self.init, getattr(module, name))
 
     def fill(self, module):
         """Write this rank's shards of ``module``, from all ranks' shards of the sources."""
@@ -155,14 +152,3 @@ def _holders(coordinates):
 
 def _shards(params):
     return {name: param.ds_tensor for name, param in params.items()}
-
-
-class _WithoutContents(TorchDispatchMode):
-    """Lets a parameter of one repeated element be partitioned: its whole tensor is neither made nor copied from."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.clone.default:
-            return torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
-        if func is torch.ops.aten.copy_.default and args[1].is_meta:
-            return args[0]
-        return func(*args, **(kwargs or {}))

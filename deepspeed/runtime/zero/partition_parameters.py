@@ -2,9 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""``ds_force_persist`` where persistence is decided while a parameter is partitioned."""
+"""What happens while a parameter is partitioned: persistence is decided, experts are allocated as shards."""
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.persistence import force_persist
+from deepspeed.runtime.zero.unfilled import (is_unfilled, partition_unfilled, start_leaving_unfilled,
+                                             stop_leaving_unfilled)
 from deepspeed_autoep.extension import extends
+
+_UNFILLED = "unfilled-experts"
 
 
 @extends("Init._convert_to_deepspeed_param",
@@ -16,3 +21,36 @@ def _convert_to_deepspeed_param(self, param):
         param.ds_persist = True
         type(self).num_persisted_parameters += 1
         type(self).num_persisted_elements += param.ds_numel
+
+
+def _allocates_shards(init):
+    """Whether a shard of ``init`` stays in memory as it is allocated: not on NVMe, quantized or held twice (hpZ)."""
+    return not (init.remote_device == OffloadDeviceEnum.nvme or init.zero_param_process_group is not None
+                or init.quantized_nontrainable_weights)  # yapf: disable
+
+
+@extends("InsertPostInitMethodToModuleSubClasses._add_tensor_creation_wrappers",
+         feature=_UNFILLED,
+         why="an experts module's tensors used to exist whole on every rank until its constructor was done")
+def _add_tensor_creation_wrappers(self):
+    _add_tensor_creation_wrappers.original(self)
+    if _allocates_shards(self):
+        start_leaving_unfilled()
+
+
+@extends("Init._zero_init_param",
+         feature=_UNFILLED,
+         why="a parameter without contents is partitioned by allocating its shard: nothing to broadcast or to copy")
+def _zero_init_param(self, param):
+    if is_unfilled(param):
+        partition_unfilled(self, param)
+    else:
+        _zero_init_param.original(self, param)
+
+
+@extends("InsertPostInitMethodToModuleSubClasses.unpatch_init_and_builtins",
+         feature=_UNFILLED,
+         why="after zero.Init a parameter of experts is an ordinary one")
+def unpatch_init_and_builtins(self):
+    unpatch_init_and_builtins.original(self)
+    stop_leaving_unfilled()

@@ -1,0 +1,182 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Expert tensors that are never whole: shape first, contents when each rank has its shard.
+
+Inside ``zero.Init`` the constructor of an experts module calls ``torch.empty(E, ...)`` for each of its tensors, and all
+of them used to exist whole on every rank until the constructor was done. Such a call now returns a tensor of one
+element that is seen as ``E x ...``. When the parameter is partitioned only the shard is allocated; what initializers
+do to it element by element (``normal_``, ``uniform_``, ``fill_``, ...) is done to the shards, each rank with random
+numbers of its own. Whatever else is asked of such a tensor before it is partitioned makes it whole first, as before.
+"""
+import sys
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import deepspeed.comm as dist
+
+# Random and constant initializers of torch.nn.init, and the elementwise in-place operations that they are made of. By
+# name: Transformers puts its own functions, which respect what was loaded, in the place of torch.nn.init's.
+_RANDOM = frozenset(["normal_", "uniform_", "_no_grad_trunc_normal_", "exponential_", "log_normal_"])
+_ELEMENTWISE = _RANDOM | frozenset(
+    ["constant_", "zeros_", "ones_", "zero_", "fill_", "erfinv_", "mul_", "add_", "sub_", "div_", "clamp_"])
+# What makes another view of the same tensor.
+_ALIASES = (torch.Tensor.detach, torch.Tensor.data.__get__)
+_OF_A_SHARD = ("ds_tensor", "ds_process_group")
+# What needs no contents, besides attributes.
+_WITHOUT_CONTENTS = (torch.Tensor.requires_grad_, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
+                     torch.Tensor.nelement, torch.Tensor.stride, torch.Tensor.is_floating_point,
+                     torch.Tensor.is_complex, torch.Tensor.untyped_storage)
+
+
+class _History:
+    """What was done to a tensor that has no contents yet, and all its aliases, such as ``param.data``."""
+
+    def __init__(self):
+        self.done = []  # of (function, args, kwargs)
+        self.aliases = []  # weak references
+
+
+class Unfilled(torch.Tensor):
+    """A tensor of one element that is seen with a larger shape, until it gets contents or ``zero.Init`` ends."""
+
+    _alive = []  # weak references to all tensors of the class
+
+    @classmethod
+    def of(cls, tensor, history, **attributes):
+        """``tensor`` as one of this class, an alias of the others with that history."""
+        unfilled = tensor.as_subclass(cls)
+        unfilled.__dict__.update(attributes, _history=history)
+        history.aliases.append(weakref.ref(unfilled))
+        cls._alive.append(weakref.ref(unfilled))
+        return unfilled
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ in _ELEMENTWISE:
+                self, *values = args or (kwargs.pop("tensor"), )  # torch.nn.init hands it over by name
+                if isinstance(self, Unfilled) and not _has_tensors(values, kwargs):
+                    return self._do(func, values, kwargs)
+                args = (self, *values)
+            if func in _ALIASES and (is_unfilled(args[0]) or args[0]._is_released()):
+                attributes = {name: getattr(args[0], name) for name in _OF_A_SHARD if hasattr(args[0], name)}
+                return cls.of(func(*args, **kwargs), args[0]._history, **attributes)
+            if func not in _WITHOUT_CONTENTS and func.__name__ not in ("__get__", "__set__"):
+                for tensor in filter(is_unfilled, (*args, *kwargs.values())):
+                    tensor._fill_whole()
+            return func(*args, **kwargs)
+
+    def _is_released(self):
+        return self.numel() == 0 and getattr(self, "ds_tensor", None) is not None
+
+    def _do(self, func, args, kwargs):
+        if self._is_released():
+            _do_to_shard(self, func, args, kwargs)
+        elif is_unfilled(self):
+            self._history.done.append((func, args, kwargs))
+        else:
+            func(self, *args, **kwargs)
+        return self
+
+    def _fill_whole(self):
+        whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for func, args, kwargs in self._history.done:
+            func(whole, *args, **kwargs)
+        for alias in filter(is_unfilled, [reference() for reference in self._history.aliases]):
+            alias.data = whole
+
+
+def _has_tensors(args, kwargs):
+    return any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values()))
+
+
+def is_unfilled(value):
+    """Whether ``value`` is a tensor that has a shape but no contents yet."""
+    if not isinstance(value, Unfilled):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.numel() > 1 and not any(value.stride())
+
+
+def _do_to_shard(param, func, args, kwargs):
+    """Do to this rank's shard what was asked of the whole parameter."""
+    if func.__name__ in _RANDOM:
+        generator = torch.Generator(device=param.ds_tensor.device)
+        rank = dist.get_rank(group=param.ds_process_group)
+        # Drawn from the caller's generator, so that a seed still decides all; ranks may share it, so the rank counts.
+        seed = int(torch.randint(2**40, (1, ), generator=kwargs.get("generator") or torch.default_generator))
+        kwargs = {**kwargs, "generator": generator.manual_seed(seed * 2**20 + rank)}
+    with torch.no_grad():
+        func(param.ds_tensor, *args, **kwargs)
+
+
+_trunc_normal = torch.nn.init._no_grad_trunc_normal_
+
+
+def start_leaving_unfilled():
+    """Let ``torch.empty`` leave experts unfilled, until ``stop_leaving_unfilled``."""
+    torch.empty = _empty_for_experts(torch.empty)
+    torch.nn.init._no_grad_trunc_normal_ = _trunc_normal_of_experts
+
+
+def stop_leaving_unfilled():
+    """Make the parameters that were left unfilled ordinary ones: partitioned, or whole. ``torch.empty`` is not reset."""
+    torch.nn.init._no_grad_trunc_normal_ = _trunc_normal
+    alive = [reference() for reference in Unfilled._alive]
+    for param in [param for param in alive if param is not None]:
+        if is_unfilled(param):
+            param._fill_whole()
+        del param._history
+        param.__class__ = torch.nn.Parameter if getattr(param, "_is_param", False) else torch.Tensor
+    Unfilled._alive.clear()
+
+
+def _trunc_normal_of_experts(tensor, *args, **kwargs):
+    # It draws again what lies outside, element by element, but reads and copies tensors to do so.
+    if isinstance(tensor, Unfilled):
+        return tensor._do(_trunc_normal, args, kwargs)
+    return _trunc_normal(tensor, *args, **kwargs)
+
+
+def _empty_for_experts(empty):
+    """Wrap ``torch.empty``: unfilled where an experts module asks for a tensor with a matrix for each expert."""
+
+    def wrapped(*size, **kwargs):
+        shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        if len(shape) != 3 or kwargs.get("out") is not None or not _is_of_experts(sys._getframe(1), shape[0]):
+            return empty(*size, **kwargs)
+        one = empty(1, **kwargs)
+        return Unfilled.of(one.expand(*shape), _History()) if one.is_floating_point() else empty(*size, **kwargs)
+
+    return wrapped
+
+
+def _is_of_experts(frame, experts):
+    """Whether ``frame`` is a method of a module of that many experts, such as its constructor."""
+    module = frame.f_locals.get("self")
+    return isinstance(module, torch.nn.Module) and module.__dict__.get("num_experts") == experts
+
+
+def partition_unfilled(init, param):
+    """Partition ``param``, one element seen with the parameter's shape, by ``init``: only the shard is allocated."""
+    init._convert_to_deepspeed_param(param)
+    with torch._C.DisableTorchFunctionSubclass(), _WithoutContents():
+        param.partition()
+    for func, args, kwargs in param._history.done if isinstance(param, Unfilled) else ():
+        _do_to_shard(param, func, args, kwargs)
+
+
+class _WithoutContents(TorchDispatchMode):
+    """Lets a parameter of one repeated element be partitioned: its whole tensor is neither made nor copied from."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.clone.default:
+            return torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+        if func is torch.ops.aten.copy_.default and args[1].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
