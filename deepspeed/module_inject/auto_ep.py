@@ -2,19 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Finding the MoE layers of a model and replacing them one at a time."""
-import gc
-
+"""Finding the MoE layers of a model."""
 from deepspeed_autoep.extension import extends
-
-
-@extends("AutoEP._replace_moe_layer_without_retarget",
-         feature="partitioned-experts",
-         why="the source layer is freed when its own replacement is done, not when the garbage collector next runs")
-def _replace_moe_layer_without_retarget(self, spec, ep_size, ep_rank, *args, **kwargs):
-    replaced = _replace_moe_layer_without_retarget.original(self, spec, ep_size, ep_rank, *args, **kwargs)
-    gc.collect()  # a ZeRO parameter's own methods close over it: only the collector frees it
-    return replaced
 
 
 @extends("AutoEP.ep_parser",

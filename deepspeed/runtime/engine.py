@@ -4,6 +4,7 @@
 # DeepSpeed Team
 """Where AutoEP enters the engine."""
 import copy
+import gc
 
 from deepspeed.moe.reshard_exchange import DEFAULT_BUCKET_BYTES
 from deepspeed.runtime.zero.expert_partitioning import replacing_layers_of
@@ -52,7 +53,9 @@ def replace_with_partitioned_experts(self, model, *args, **kwargs):
     config = self._config._param_dict
     bucket_bytes = config["expert_parallel"].get("reshard_bucket_bytes", DEFAULT_BUCKET_BYTES)
     with replacing_layers_of(config, bucket_bytes):
-        return replace_with_partitioned_experts.original(self, model, *args, **kwargs)
+        replaced = replace_with_partitioned_experts.original(self, model, *args, **kwargs)
+    gc.collect()  # a ZeRO parameter's own methods close over it: only the collector frees what was replaced
+    return replaced
 
 
 def _remaps_optimizers(engine_module):

@@ -4,7 +4,7 @@
 # DeepSpeed Team
 """Expert tensors that are never whole: shape first, contents when each rank has its shard.
 
-Inside ``zero.Init`` the constructor of an experts module calls ``torch.empty(E, ...)`` for each of its tensors, and all
+Inside ``zero.Init`` the constructor of an experts module calls ``torch.empty(E, ...)`` for each of its tensors; all
 of them used to exist whole on every rank until the constructor was done. Such a call now returns a tensor of one
 element that is seen as ``E x ...``. When the parameter is partitioned only the shard is allocated; what initializers
 do to it element by element (``normal_``, ``uniform_``, ``fill_``, ...) is done to the shards, each rank with random
@@ -125,7 +125,7 @@ def start_leaving_unfilled():
 
 
 def stop_leaving_unfilled():
-    """Make the parameters that were left unfilled ordinary ones: partitioned, or whole. ``torch.empty`` is not reset."""
+    """Make what was left unfilled ordinary: partitioned, or whole. ``torch.empty`` is left as it is."""
     torch.nn.init._no_grad_trunc_normal_ = _trunc_normal
     alive = [reference() for reference in Unfilled._alive]
     for param in [param for param in alive if param is not None]:

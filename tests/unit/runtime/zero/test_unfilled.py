@@ -82,7 +82,7 @@ def test_a_seed_decides_all(three_ranks):
 
 
 def transformers_model():
-    """Standard deviation of each expert tensor of a model that Transformers builds and initializes in ``zero.Init``."""
+    """Standard deviation of each expert tensor of a model that Transformers initializes inside ``zero.Init``."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = dict(num_hidden_layers=1, num_experts=6, hidden_size=32, moe_intermediate_size=16, vocab_size=8,
