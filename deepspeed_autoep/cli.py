@@ -29,7 +29,7 @@ def status() -> int:
     for column in ("feature", "extends", "state", "why"):
         table.add_column(column, overflow="fold")
     for e in sorted(overlay.extensions, key=lambda e: (e.feature, e.name)):
-        why = e.why if e.state in (State.APPLIED, State.UPSTREAM) else f"{e.reason} ({e.why})"
+        why = e.why if e.state is State.APPLIED else f"{e.reason} ({e.why})"
         table.add_row(e.feature, e.name, f"[{_COLOURS[e.state]}]{e.state.value}[/]", escape(why))
     console.print(table)
     return 1 if any(e.state is State.DRIFT for e in overlay.extensions) else 0

@@ -103,7 +103,8 @@ class RankGroup:
         for rank, (process, pipe) in enumerate(self._workers):
             try:
                 if not pipe.poll(timeout):
-                    self._raise_if_failed([*results, (False, f"no answer within {timeout} s")])
+                    report = f"no answer within {timeout} s (a stale lock in ~/.cache/torch_extensions?)"
+                    self._raise_if_failed([*results, (False, report)])
                 results.append(pipe.recv())
             except EOFError:
                 results.append((False, f"died with exit code {process.exitcode}"))

@@ -9,13 +9,16 @@ is checked at once, on every rank alike, before the first collective.
 """
 import dataclasses
 import difflib
+import re
 from typing import Literal, Optional, Union
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError, field_validator)
 
 from deepspeed.module_inject.auto_ep_presets.base import AutoEPConfig
 from deepspeed.module_inject.auto_ep_presets.registry import available_preset_names
+from deepspeed.moe.ep_experts import EXPERT_ACTIVATIONS
 from deepspeed.moe.reshard_exchange import DEFAULT_BUCKET_BYTES
+from deepspeed.utils import logger
 from deepspeed_autoep.extension import extends
 
 _OWN_KEYS = {"reshard_bucket_bytes"}  # read by the overlay; DeepSpeed's parser passes over them
@@ -40,7 +43,7 @@ class ExpertParallelBlock(BaseModel):
     use_grouped_mm: bool = True
     disable_triton_grouped_mm: bool = False
     route_norm: Optional[bool] = None
-    route_scale: Union[int, float] = 1.0
+    route_scale: Union[int, FiniteFloat] = 1.0
     score_apply: Literal["auto", "pre", "post"] = "auto"
     combine_impl: Literal["auto", "weighted_sum", "fused_weighted_sum", "legacy_bmm"] = "auto"
     row_weighting_impl: Literal["auto", "eager", "fused"] = "auto"
@@ -52,7 +55,7 @@ class ExpertParallelBlock(BaseModel):
     num_expert_groups: Optional[int] = Field(None, ge=1)
     num_limited_groups: Optional[int] = Field(None, ge=1)
     score_func: Literal["auto", "softmax", "sigmoid"] = "auto"
-    top_k: Union[Literal["auto"], int] = "auto"
+    top_k: Union[Literal["auto"], PositiveInt] = "auto"
     load_balance_coeff: None = None
     routed_scaling_factor: Union[Literal["auto"], int, float] = "auto"
     expert_w1: Optional[str] = Field(None, pattern=r"^[^.]+$")
@@ -73,6 +76,22 @@ class ExpertParallelBlock(BaseModel):
             raise ValueError(f"allowed: {', '.join(available_preset_names())}, or no preset_model at all")
         return value
 
+    @field_validator("moe_layer_pattern")
+    @classmethod
+    def _regular_expression(cls, value):
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"allowed: a regular expression ({error})")
+        return value
+
+    @field_validator("expert_activation")
+    @classmethod
+    def _known_activation(cls, value):
+        if value is not None and value not in EXPERT_ACTIVATIONS:
+            raise ValueError(f"allowed: {', '.join(EXPERT_ACTIVATIONS)}")
+        return value
+
 
 def check_block(block):
     """Raise ValueError when the block has a key, a type or a value that no DeepSpeed run can use.
@@ -81,14 +100,15 @@ def check_block(block):
         block: the ``expert_parallel`` block as it stands in the configuration, a dict.
     """
     problems = []
+    known = {field.name for field in dataclasses.fields(AutoEPConfig)} | _OWN_KEYS
+    newer = known - set(ExpertParallelBlock.model_fields)  # of a later DeepSpeed: left to its own checks
     try:
-        ExpertParallelBlock.model_validate(block)
+        ExpertParallelBlock.model_validate({key: value for key, value in block.items() if key not in newer})
     except ValidationError as error:
         found = {}  # a union reports once for each of its members
         for item in error.errors():
             found.setdefault(item["loc"][0], []).append(item)
         problems += [_describe(key, items) for key, items in found.items()]
-    known = {field.name for field in dataclasses.fields(AutoEPConfig)} | _OWN_KEYS
     for key in sorted(set(block) & set(ExpertParallelBlock.model_fields) - known):
         problems.append(f"expert_parallel.{key}: found {block[key]!r}, but the installed DeepSpeed does not know this "
                         "key yet; allowed: a newer release, or leaving it out")
@@ -111,6 +131,12 @@ def _describe(key, items):
          feature="config-errors",
          why="an unknown key, a wrong type or an impossible value is an error that names key and value")
 def parse_autoep_config(param_dict):
+    if param_dict is not None and not isinstance(param_dict, dict):
+        raise ValueError(f"expert_parallel: found {param_dict!r}; allowed: a block such as "
+                         '{"enabled": true, "autoep_size": 2}')
+    if param_dict and "enabled" not in param_dict:
+        logger.warning(f"expert_parallel: found {param_dict!r} without \"enabled\": the model runs without expert "
+                       "parallelism. Set \"enabled\" to true, or to false to say so.")
     if param_dict and param_dict.get("enabled"):
         check_block(param_dict)
     return parse_autoep_config.original(param_dict)

@@ -54,6 +54,7 @@ def repack_expert_weights(experts_source, spec, ep_rank, ep_size):
     return repack_expert_weights.original(experts_source, spec, ep_rank, ep_size)
 
 
+# The name is a function from here on; only the layer's constructor below it uses it.
 @extends("GroupedExperts", feature=_PARTITIONED, why="constructed as shards, filled from the shards of the source")
 def grouped_experts(dim, hidden_dim, num_experts, *args, **kwargs):
     return construct_partitioned(grouped_experts.original, dim, hidden_dim, num_experts, *args, **kwargs)

@@ -8,6 +8,7 @@ Reading the configuration is the first thing that ``zero.Init`` and ``deepspeed.
 here is refused on every rank before a model is built, a process group made or anything sent.
 """
 import deepspeed.comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed_autoep.extension import extends
 
 
@@ -35,6 +36,10 @@ def check_topology(config):
         ranks = dist.get_world_size()
         raise ValueError(f"expert_parallel.autoep_size: found {degree} with {ranks} ranks; allowed: a divisor of the "
                          f"number of ranks, {_divisors(ranks)}, that also divides the number of experts")
+    accelerator = get_accelerator()
+    if config.expert_parallel_config.async_split_plan and accelerator.Event is None:
+        raise ValueError("expert_parallel.async_split_plan: found True on the accelerator "
+                         f"'{accelerator.device_name()}', which has no events; allowed: False")
     if config.zero_optimization_stage != 3:
         return
     problems = [

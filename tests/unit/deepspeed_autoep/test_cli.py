@@ -42,7 +42,10 @@ def test_every_state_with_its_reason(fake, status, monkeypatch):
     assert code == 1
     assert f"deepspeed-autoep {deepspeed_autoep.__version__} on fakespeed 1.5.0" in printed
     assert table_rows(printed) == [
-        ["counting", "fakespeed.maths.Counter", "already upstream", "counts already"],
+        [
+            "counting", "fakespeed.maths.Counter", "already upstream",
+            "the installed release behaves like this already (counts already)"
+        ],
         [
             "doubling", "fakespeed.maths.double", "does not fit",
             "found (x, factor=2), expected (x: list[int], factor=2, extra: 'dict[str, int]' = None) (a third argument)"

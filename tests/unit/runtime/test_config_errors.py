@@ -27,6 +27,14 @@ CASES = {
     "unknown key": (dict(autoep_sise=2), {}, {}, ["expert_parallel.autoep_sise", "unknown key", "autoep_size"]),
     "bad choice": (dict(combine_impl="sum"), {}, {}, ["expert_parallel.combine_impl", "'sum'", "weighted_sum"]),
     "bad number": (dict(top_k="two"), {}, {}, ["expert_parallel.top_k", "'two'", "auto", "integer"]),
+    "no expert chosen": (dict(top_k=0), {}, {}, ["expert_parallel.top_k", "0", "greater than 0"]),
+    "infinite": (dict(route_scale=float("inf")), {}, {}, ["expert_parallel.route_scale", "inf", "finite"]),
+    "bad pattern": (dict(moe_layer_pattern="("), {}, {}, ["expert_parallel.moe_layer_pattern", "'('", "regular"]),
+    "unknown activation": (dict(expert_activation="relu"), {}, {},
+                           ["expert_parallel.expert_activation", "'relu'", "allowed: swiglu"]),
+    "no events": (dict(async_split_plan=True), {}, {}, ["expert_parallel.async_split_plan", "True", "cpu", "False"]),
+    "not a block": ({}, {}, dict(expert_parallel=True), ["expert_parallel: found True", "allowed: a block"]),
+    "bucket of nothing": (dict(reshard_bucket_bytes=0), {}, {}, ["expert_parallel.reshard_bucket_bytes", "0", "1"]),
     "load balancing": (dict(load_balance_coeff=0.1), {}, {}, ["expert_parallel.load_balance_coeff", "0.1", "None"]),
     "expert TP": (dict(expert_tensor_parallel_size=2), {}, {},
                   ["expert_parallel.expert_tensor_parallel_size", "2", "allowed: 1"]),
@@ -147,3 +155,18 @@ def test_a_checkpoint_that_is_missing_a_shard(two_ranks, checkpoint, tmp_path):
     shard.unlink()
     for error in two_ranks.errors(load, str(broken)):
         assert shard.name in error, error
+
+
+def warnings_about(block):
+    """What reading a configuration with this ``expert_parallel`` block warns of."""
+    from deepspeed.module_inject import auto_ep_config
+
+    with mock.patch.object(auto_ep_config.logger, "warning") as warning:
+        auto_ep_config.parse_autoep_config(block)
+    return [call.args[0] for call in warning.call_args_list]
+
+
+def test_a_block_that_does_not_say_whether_it_is_enabled(two_ranks):
+    for warnings in two_ranks.run(warnings_about, {"autoep_size": 2}):
+        assert len(warnings) == 1 and 'without "enabled"' in warnings[0]
+    assert two_ranks.run(warnings_about, {"enabled": False, "autoep_size": 2}) == [[]] * 2
