@@ -25,6 +25,7 @@ _ELEMENTWISE = _RANDOM | frozenset(
     ["constant_", "zeros_", "ones_", "zero_", "fill_", "erfinv_", "mul_", "add_", "sub_", "div_", "clamp_"])
 # What makes another view of the same tensor.
 _ALIASES = (torch.Tensor.detach, torch.Tensor.data.__get__)
+# By what an alias finds the shard of its parameter.
 _OF_A_SHARD = ("ds_tensor", "ds_process_group")
 # What needs no contents, besides attributes.
 _WITHOUT_CONTENTS = (torch.Tensor.requires_grad_, torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel,
@@ -69,7 +70,11 @@ class Unfilled(torch.Tensor):
             if func not in _WITHOUT_CONTENTS and func.__name__ not in ("__get__", "__set__"):
                 for tensor in filter(is_unfilled, (*args, *kwargs.values())):
                     tensor._fill_whole()
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if isinstance(result, torch.Tensor) and func.__name__ == "__get__" and is_unfilled(args[0]):
+                args[0]._fill_whole()  # a view, such as `.T`
+                return func(*args, **kwargs)
+            return result
 
     def _is_released(self):
         return self.numel() == 0 and getattr(self, "ds_tensor", None) is not None

@@ -106,10 +106,12 @@ def behaviours():
         module = Experts()
         by_value = Experts(lambda t: t.data.copy_(torch.arange(t.numel()).view(SHAPE)))
         by_index = Experts(lambda t: [t.data[expert].fill_(expert) for expert in range(SHAPE[0])])
+        through_a_view = Experts(lambda t: t.data.mT.normal_().fill_(4.0))
         outside = torch.empty(SHAPE)  # not of an experts module
     assert type(outside) is torch.Tensor and outside.stride() != (0, 0, 0)
     assert torch.equal(gathered(by_value.weight).flatten(), torch.arange(6. * 35 * 50))
     assert [gathered(by_index.weight)[expert].unique().tolist() for expert in range(6)] == [[e] for e in range(6)]
+    assert torch.equal(gathered(through_a_view.weight), torch.full(SHAPE, 4.0))
     assert module.weight.ds_shape == SHAPE and module.weight.shape == (0, )
     state = {name: param.detach() for name, param in module.named_parameters()}
     assert pickle.loads(pickle.dumps(copy.deepcopy(state)))["weight"].shape == (0, )
