@@ -7,7 +7,7 @@ export LOCAL_SIZE ?= 8
 export DS_ACCELERATOR ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup setup-floor demo test test-newest test-floor test-transformers-floor test-slow bench-init bench-startup lint clean
+.PHONY: setup setup-floor demo test test-newest test-floor test-transformers-floor test-slow bench-init bench-plan bench-startup lint clean
 
 setup: .venv/.overlay
 setup-floor: .venv-floor/.overlay
@@ -50,6 +50,9 @@ test-slow: setup
 bench-init: setup setup-floor
 	.venv-floor/bin/python benchmarks/init_memory.py
 	.venv/bin/python benchmarks/init_memory.py
+
+bench-plan: setup
+	.venv/bin/python benchmarks/plan.py
 
 bench-startup: setup
 	.venv/bin/python benchmarks/startup.py

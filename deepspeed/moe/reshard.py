@@ -11,6 +11,7 @@ boxes meet in a box, so a pair of ranks exchanges a handful of boxes however lar
 layout permutes them.
 """
 import dataclasses
+import functools
 from typing import NamedTuple, Tuple
 
 import numpy as np
@@ -18,26 +19,34 @@ import numpy as np
 from deepspeed.moe.expert_layout import Layout, Section
 
 
-class Placement(NamedTuple):
-    """Rank ``owners[k]`` holds elements ``[bounds[k], bounds[k + 1])`` of a flat tensor; ``bounds`` may repeat."""
-    bounds: np.ndarray
-    owners: np.ndarray
+class Placement:
+    """Rank ``owners[k]`` holds elements ``[bounds[k], bounds[k + 1])`` of a flat tensor; each rank one interval.
+
+    Args:
+        bounds: ascending numbers of elements; they may repeat, where a rank holds nothing.
+        owners: ranks, one fewer than bounds.
+    """
+
+    def __init__(self, bounds, owners):
+        self.bounds = bounds
+        self.owners = owners
+        self._intervals = dict(zip(owners.tolist(), zip(bounds[:-1].tolist(), bounds[1:].tolist())))
 
     def interval(self, rank):
-        """``(start, stop)`` of what ``rank`` holds, ``(0, 0)`` when it holds nothing."""
-        position = np.flatnonzero(self.owners == rank)
-        return (int(self.bounds[position[0]]), int(self.bounds[position[0] + 1])) if len(position) else (0, 0)
+        """``(start, stop)`` of what ``rank`` holds."""
+        return self._intervals[rank]
 
     def owners_between(self, start, stop):
         """Ranks that hold an element of ``[start, stop)``, in the order of what they hold."""
         first = np.searchsorted(self.bounds, start, side="right") - 1
         last = np.searchsorted(self.bounds, stop, side="left")
-        return self.owners[first:last][np.diff(self.bounds[first:last + 1]) > 0]
+        return self.owners[first:last][np.diff(self.bounds[first:last + 1]) > 0].tolist()
 
 
-def zero3_placement(numel, ranks):
-    """ZeRO-3 over ``ranks``, in group order: each holds ``ceil(numel / len(ranks))`` elements, the last ones fewer."""
-    return expert_placement(numel, [ranks])
+@functools.lru_cache(maxsize=64)
+def zero3_placement(numel, world_size):
+    """ZeRO-3 over ``world_size`` ranks: each holds ``ceil(numel / world_size)`` elements, the last ones fewer."""
+    return expert_placement(numel, [range(world_size)])
 
 
 def expert_placement(numel, ranks):
@@ -213,7 +222,7 @@ class Plan:
             for box in boxes:
                 start = far.offset + sum(i * stride for i, stride in zip(box.start, far.strides))
                 end = far.offset + sum((i - 1) * stride for i, stride in zip(box.stop, far.strides))
-                peers.update(dict.fromkeys(of_far[far.tensor].owners_between(start, end + 1).tolist()))
+                peers.update(dict.fromkeys(of_far[far.tensor].owners_between(start, end + 1)))
             for peer in peers:
                 theirs, their_boxes = _held(section, far, of_far, peer)
                 ends = (theirs, their_boxes, mine, boxes) if receives else (mine, boxes, theirs, their_boxes)

@@ -134,7 +134,7 @@ class _NewExperts:
                 raise ValueError(f"expert parameter {name}: found shape {tuple(targets[name].ds_shape)}; the weights "
                                  f"that it takes have shape {tuple(expected)}")
         plan = Plan(self.layout,
-                    {name: zero3_placement(param.ds_numel, range(len(told))) for name, param in self.sources.items()},
+                    {name: zero3_placement(param.ds_numel, len(told)) for name, param in self.sources.items()},
                     {name: expert_placement(param.ds_numel * len(holders), holders)
                      for name, param in targets.items()})  # yapf: disable
         exchange(plan, _shards(self.sources), _shards(targets), self.group, self.bucket_bytes)

@@ -10,27 +10,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from deepspeed.moe.expert_layout import grouped_layout, module_list_layout
-from deepspeed.moe.reshard import Box, Plan, boxes_of, expert_placement, zero3_placement
+from deepspeed.moe.reshard import Box, boxes_of
 from deepspeed.moe.reshard_exchange import _window
 from expert_layouts import KINDS, layout_of, shard_of, targets_of
+from reshard_plans import MODELS, degrees, grid, plan_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def grid(world, ep, strided=False):
-    """``[ep_rank][edp_rank] -> rank``: EP groups of consecutive ranks, or of ranks that lie ``world / ep`` apart."""
-    ranks = np.arange(world).reshape(world // ep, ep).T
-    return (np.arange(world).reshape(ep, world // ep) if strided else ranks).tolist()
-
-
-def plan_of(layout, world, ranks):
-    return Plan(layout, {
-        name: zero3_placement(prod(shape), range(world))
-        for name, shape in layout.sources.items()
-    }, {
-        name: expert_placement(prod(shape), ranks)
-        for name, shape in layout.targets.items()
-    })
 
 
 def shards_of(placement, tensor, world):
@@ -98,17 +83,6 @@ def test_boxes_cover_a_flat_interval(shape, order, gap, start, stop):
         covered[tuple(slice(low, high) for low, high in zip(box.start, box.stop))] += 1
     assert np.array_equal(covered, ((start <= place) & (place < stop)).astype(int))
     assert len(boxes) <= 2 * len(shape) - 1
-
-
-MODELS = {  # experts, intermediate size, hidden size of one MoE layer
-    "DeepSeek-V3": (256, 2048, 7168),
-    "Qwen3-235B-A22B": (128, 1536, 4096),
-    "Mixtral-8x22B": (8, 16384, 6144),
-}
-
-
-def degrees(experts, world):
-    return [ep for ep in range(1, world + 1) if world % ep == 0 and experts % ep == 0]
 
 
 def apart(boxes):

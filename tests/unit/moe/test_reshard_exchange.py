@@ -33,7 +33,7 @@ def setting(kind, sizes, ep, dtype):
     generator = torch.Generator().manual_seed(7)
     whole = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in layout.sources.items()}
     holders = [list(range(ep_rank, world, ep)) for ep_rank in range(ep)]
-    held = {name: zero3_placement(prod(shape), range(world)) for name, shape in layout.sources.items()}
+    held = {name: zero3_placement(prod(shape), world) for name, shape in layout.sources.items()}
     wanted = {name: expert_placement(prod(shape), holders) for name, shape in layout.targets.items()}
     sources = {
         name: shard_of(whole[name], *placement.interval(rank), -(-whole[name].numel() // world))
