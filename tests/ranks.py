@@ -18,7 +18,8 @@ class RankFailure(AssertionError):
     """Some rank raised, died or took too long; the message has every rank's report."""
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -58,7 +59,7 @@ class RankGroup:
 
     def _start(self):
         context = get_context("spawn")
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(self.world_size),
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(self.world_size),
                   "LOCAL_SIZE": "8", "DS_ACCELERATOR": "cpu", **self._environment}  # yapf: disable
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from ranks import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 RANKS, EP, STEPS = 2, 2, 8
@@ -91,6 +93,7 @@ def test_script_trains_with_expert_parallelism(script, options, tmp_path):
 
 def test_accelerate_launch_trains_with_expert_parallelism(options, tmp_path):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "examples/accelerate_zero3.yaml",
+               "--main_process_port", free_port(),  # its default, 29500, may belong to another job on this machine
                "examples/accelerate_train.py", *options]  # yapf: disable
     check_training(*run(command, ROOT), tmp_path / "summary.json")
 
