@@ -48,8 +48,9 @@ test-slow: setup
 	.venv/bin/python -m pytest tests -m slow
 
 bench-init: setup setup-floor
-	.venv-floor/bin/python benchmarks/init_memory.py
-	.venv/bin/python benchmarks/init_memory.py
+	.venv-floor/bin/python benchmarks/init.py
+	.venv/bin/python benchmarks/init.py --ranks 2 4 8 --plot docs/init-memory.png
+	.venv/bin/python benchmarks/init.py --shape qwen3-30b --ep 2
 
 bench-plan: setup
 	.venv/bin/python benchmarks/plan.py

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory and time of setting up AutoEP under ZeRO-3, with the overlay and as DeepSpeed does it: ``make bench-init``.
 
-    python benchmarks/init_memory.py [--shape small|qwen3-30b] [--device cpu|cuda] [--ranks 2 4] [--ep 1 2 4]
+    python benchmarks/init.py [--shape small|qwen3-30b] [--device cpu|cuda] [--ranks 2 4] [--ep 1 2 4]
                                      [--layers 2] [--plot FILE.png]
 
 Figures are per rank, the worst of the ranks. Bytes are above those that are left when the phase is over, as multiples
@@ -67,6 +67,8 @@ def plot(measured, layer, path):
     degrees = sorted({ranks for ranks, *_ in measured})
     axes.loglog(degrees, [1 / ranks + 1 / 16 for ranks in degrees], "-", label="layer / N + bucket (layer / 16)")
     axes.set(xlabel="ranks, N", ylabel="replace transient / layer", xticks=degrees, xticklabels=degrees)
+    axes.minorticks_off()
+    axes.set_yticks([0.1, 0.2, 0.5, 1, 2, 4], ["0.1", "0.2", "0.5", "1", "2", "4"])
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
