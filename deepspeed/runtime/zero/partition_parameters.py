@@ -29,12 +29,20 @@ def _allocates_shards(init):
                 or init.quantized_nontrainable_weights)  # yapf: disable
 
 
+@extends("InsertPostInitMethodToModuleSubClasses._set_dtype",
+         feature=_UNFILLED,
+         why="a job without expert parallelism initializes its experts as DeepSpeed does")
+def _set_dtype(self, ds_config, dtype):
+    _set_dtype.original(self, ds_config, dtype)
+    self.spreads_experts = ds_config is not None and ds_config.expert_parallel_config.enabled
+
+
 @extends("InsertPostInitMethodToModuleSubClasses._add_tensor_creation_wrappers",
          feature=_UNFILLED,
          why="an experts module's tensors used to exist whole on every rank until its constructor was done")
 def _add_tensor_creation_wrappers(self):
     _add_tensor_creation_wrappers.original(self)
-    if _allocates_shards(self):
+    if self.spreads_experts and _allocates_shards(self):
         start_leaving_unfilled()
 
 

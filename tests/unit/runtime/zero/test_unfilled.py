@@ -55,7 +55,7 @@ def initialized(name, in_constructor):
     """Whole weights after an initializer, run in the constructor or, as Transformers does, later in ``zero.Init``."""
     initialize = INITIALIZERS[name][0]
     torch.manual_seed(11)  # as a script does, on all ranks alike
-    with deepspeed.zero.Init(config_dict_or_path=ds_config()):
+    with deepspeed.zero.Init(config_dict_or_path=ds_config(1)):
         module = Experts(initialize if in_constructor else None)
         if not in_constructor:
             with torch.no_grad():
@@ -81,28 +81,33 @@ def test_a_seed_decides_all(three_ranks):
     assert three_ranks.run(initialized, "normal_", False) == three_ranks.run(initialized, "normal_", False)
 
 
-def transformers_model():
+def transformers_model(autoep_size):
     """Standard deviation of each expert tensor of a model that Transformers initializes inside ``zero.Init``."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = dict(num_hidden_layers=1, num_experts=6, hidden_size=32, moe_intermediate_size=16, vocab_size=8,
                  num_attention_heads=1, head_dim=8, intermediate_size=8)  # yapf: disable
-    with deepspeed.zero.Init(config_dict_or_path=ds_config()):
+    with deepspeed.zero.Init(config_dict_or_path=ds_config(autoep_size)):
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, initializer_range=0.02))
     experts = model.model.layers[0].mlp.experts
     return [gathered(param).std().item() for param in experts.parameters()]
 
 
 def test_transformers_initializers_reach_the_experts(three_ranks, three_ranks_without):
-    for deviations in three_ranks.run(transformers_model):
+    for deviations in three_ranks.run(transformers_model, 1):
         assert deviations == pytest.approx([0.02, 0.02], rel=0.1)
-    for deviations in three_ranks_without.run(transformers_model):
+    for deviations in three_ranks_without.run(transformers_model, 1):
         assert deviations != pytest.approx([0.02, 0.02], rel=0.1), "DeepSpeed fills them by itself"
+
+
+def test_a_job_without_expert_parallelism_is_left_alone(three_ranks):
+    for deviations in three_ranks.run(transformers_model, None):
+        assert deviations != pytest.approx([0.02, 0.02], rel=0.1)
 
 
 def behaviours():
     """What other code may do to an unfilled tensor, and to the parameter afterwards."""
-    with deepspeed.zero.Init(config_dict_or_path=ds_config()):
+    with deepspeed.zero.Init(config_dict_or_path=ds_config(1)):
         module = Experts()
         by_value = Experts(lambda t: t.data.copy_(torch.arange(t.numel()).view(SHAPE)))
         by_index = Experts(lambda t: [t.data[expert].fill_(expert) for expert in range(SHAPE[0])])
@@ -115,7 +120,7 @@ def behaviours():
     assert module.weight.ds_shape == SHAPE and module.weight.shape == (0, )
     state = {name: param.detach() for name, param in module.named_parameters()}
     assert pickle.loads(pickle.dumps(copy.deepcopy(state)))["weight"].shape == (0, )
-    with deepspeed.zero.Init(config_dict_or_path=ds_config()):
+    with deepspeed.zero.Init(config_dict_or_path=ds_config(1)):
         module = Experts(torch.nn.init.zeros_)
         with deepspeed.zero.GatheredParameters(module.weight, modifier_rank=0):
             torch.nn.init.ones_(module.weight)
