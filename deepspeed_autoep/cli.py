@@ -2,23 +2,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line ``ds_autoep``."""
 import argparse
+import json
 import sys
+from dataclasses import asdict, fields
 
 from deepspeed_autoep import __version__
+from deepspeed_autoep import estimate as memory
 from deepspeed_autoep.extension import State
 from deepspeed_autoep.finder import installed_finder
+from deepspeed_autoep.model_sizes import EstimateError, read_model
 
 _COLOURS = {State.APPLIED: "green", State.UPSTREAM: "cyan", State.OFF: "yellow", State.DRIFT: "red"}
 
 
-def status() -> int:
-    """Print what became of every extension; the exit status is 1 when one does not fit."""
+def _console():
     from rich.console import Console
+
+    # A table cut off at the width of a pipe would hide the names that it is for.
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def status(arguments) -> int:
+    """Print what became of every extension; the exit status is 1 when one does not fit."""
     from rich.markup import escape
     from rich.table import Table
 
-    # A table cut off at the width of a pipe would hide the names that it is for.
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = _console()
     finder = installed_finder()
     if finder is None:
         console.print("The overlay is off (DS_AUTOEP=0): DeepSpeed is as installed.")
@@ -35,13 +44,76 @@ def status() -> int:
     return 1 if any(e.state is State.DRIFT for e in overlay.extensions) else 0
 
 
+def estimate(arguments) -> int:
+    """Print memory per rank for each EP degree.
+
+    The exit status is 1 when ``--memory`` is given and no degree fits, 2 when the question cannot be answered.
+    """
+    try:
+        asked = {field.name: getattr(arguments, field.name) for field in fields(memory.Settings)}
+        settings = memory.Settings(**asked)
+        model = read_model(arguments.model)
+        degrees = memory.allowed_ep_degrees(model, settings.ranks) if arguments.ep is None else [arguments.ep]
+        estimates = [memory.estimate(model, settings, ep) for ep in degrees]
+    except EstimateError as error:
+        print(f"ds_autoep estimate: {error}", file=sys.stderr)
+        return 2
+    fits = [None if arguments.memory is None else e.peak <= arguments.memory * memory.GIB for e in estimates]
+    if arguments.json:
+        rows = [{**asdict(e), "peak": e.peak, "fits": fit} for e, fit in zip(estimates, fits)]
+        print(json.dumps({"model": arguments.model, "parameters": model.numel, **asked, "estimates": rows}, indent=2))
+    else:
+        title = f"{arguments.model}, {model.numel / 1e9:.1f}e9 parameters, N={settings.ranks}, ZeRO-{settings.zero}, "
+        _print_estimates(f"{title}{settings.optimizer}, {settings.dtype}: GiB per rank", estimates, fits)
+    return 1 if fits and not any(fit is not False for fit in fits) else 0
+
+
+def _print_estimates(title, estimates, fits):
+    from rich.table import Table
+
+    table = Table(title=title)
+    columns = ["weights", "gradients", "optimizer", "buffers", "gathered", "backward", "step", "construct", "replace",
+               "peak", "saved", "host"]  # yapf: disable
+    for column in ("EP", *columns, "fits"):
+        table.add_column(column, justify="right")
+    for e, fit in zip(estimates, fits):
+        sizes = [f"{getattr(e, column) / memory.GIB:.2f}" for column in columns]
+        table.add_row(str(e.ep), *sizes, {None: "", True: "yes", False: "no"}[fit])
+    _console().print(table)
+
+
+def _add_estimate(commands):
+    parser = commands.add_parser("estimate",
+                                 help="memory per rank of a model, for each EP degree, from its config.json")
+    parser.add_argument("model", metavar="CONFIG_OR_MODEL_DIR", help="a config.json, or a directory that holds one")
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--ep", type=int, metavar="K", help="only this EP degree; all possible ones if left out")
+    parser.add_argument("--zero", type=int, choices=range(4), default=3, help="ZeRO stage (default 3)")
+    parser.add_argument("--optimizer", choices=memory.MOMENTS, default="adamw")
+    parser.add_argument("--offload", choices=memory.OFFLOADS, default="none", help="what is kept in host memory")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="memory of a device, to say what fits")
+    parser.add_argument("--dtype", choices=memory.DTYPE_BYTES, default="bf16")
+    parser.add_argument("--json", action="store_true", help="print bytes as JSON")
+    parser.add_argument("--bucket", dest="reshard_bucket_bytes", type=int, metavar="BYTES",
+                        default=memory.Settings.reshard_bucket_bytes,
+                        help="expert_parallel.reshard_bucket_bytes (default %(default)s)")  # yapf: disable
+    for key in ("param_persistence_threshold", "reduce_bucket_size", "prefetch_bucket_size", "max_reuse_distance",
+                "sub_group_size"):  # yapf: disable
+        parser.add_argument(f"--{key.replace('_', '-')}",
+                            type=int,
+                            metavar="ELEMENTS",
+                            default=getattr(memory.Settings, key),
+                            help="of zero_optimization (default %(default)s)")
+
+
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog="ds_autoep", description="Expert parallelism x ZeRO-3 for DeepSpeed.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("status", help="list every extension of DeepSpeed: applied, already upstream, off or misfit")
+    _add_estimate(commands)
     arguments = parser.parse_args(argv)
-    return {"status": status}[arguments.command]()
+    return {"status": status, "estimate": estimate}[arguments.command](arguments)
 
 
 if __name__ == "__main__":
