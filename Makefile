@@ -7,7 +7,7 @@ export LOCAL_SIZE ?= 8
 export DS_ACCELERATOR ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup setup-floor demo test test-newest test-floor test-transformers-floor test-slow bench-init bench-plan bench-startup lint clean
+.PHONY: setup setup-floor demo test test-newest test-floor test-transformers-floor test-slow bench-init bench-plan bench-memory bench-startup lint clean
 
 setup: .venv/.overlay
 setup-floor: .venv-floor/.overlay
@@ -54,6 +54,9 @@ bench-init: setup setup-floor
 
 bench-plan: setup
 	.venv/bin/python benchmarks/plan.py
+
+bench-memory: setup
+	@.venv/bin/python benchmarks/memory_table.py
 
 bench-startup: setup
 	.venv/bin/python benchmarks/startup.py
