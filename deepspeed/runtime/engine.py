@@ -52,7 +52,7 @@ def replace_with_partitioned_experts(self, model, *args, **kwargs):
         return replace_with_partitioned_experts.original(self, model, *args, **kwargs)
     config = self._config._param_dict
     bucket_bytes = config["expert_parallel"].get("reshard_bucket_bytes", DEFAULT_BUCKET_BYTES)
-    with replacing_layers_of(config, bucket_bytes):
+    with replacing_layers_of(model, config, bucket_bytes):
         replaced = replace_with_partitioned_experts.original(self, model, *args, **kwargs)
     gc.collect()  # a ZeRO parameter's own methods close over it: only the collector frees what was replaced
     return replaced

@@ -11,6 +11,7 @@ its source shards to the ranks that hold them from now on.
 """
 import contextlib
 import dataclasses
+from collections import Counter
 from contextvars import ContextVar
 
 import torch
@@ -39,13 +40,28 @@ def _holding(variable, value):
         variable.reset(token)
 
 
-def replacing_layers_of(ds_config, bucket_bytes):
-    """Say which DeepSpeed configuration (a dict) layers replaced inside the block are partitioned by.
+@dataclasses.dataclass
+class _Settings:
+    ds_config: dict
+    bucket_bytes: int
+    shared: set  # ids of parameters that more than one place of the model refers to
+
+
+def replacing_layers_of(model, ds_config, bucket_bytes):
+    """Say which DeepSpeed configuration (a dict) the layers of ``model`` replaced inside the block are partitioned by.
 
     Args:
         bucket_bytes: upper bound of the buffers, in bytes, through which weights move to other ranks.
     """
-    return _holding(_settings, (ds_config, bucket_bytes))
+    return _holding(_settings, _Settings(ds_config, bucket_bytes, _shared_params(model)))
+
+
+def _shared_params(model):
+    modules = Counter(id(child) for module in model.modules() for child in module._modules.values())
+    params = Counter(id(param) for module in model.modules() for param in module._parameters.values())
+    shared = [module for module in model.modules() if modules[id(module)] > 1]
+    return ({number for number, count in params.items() if count > 1}
+            | {id(param) for module in shared for param in module.parameters()})  # yapf: disable
 
 
 @contextlib.contextmanager
@@ -65,28 +81,31 @@ def experts_born_partitioned(layout, sources, ep_size, ep_rank):
     """
     partitioned = [param for param in sources.values() if is_zero_param(param)]
     settings = _settings.get()
-    init = partitioned and settings and _edp_init(settings[0], partitioned, ep_size)
+    init = partitioned and settings and _edp_init(settings.ds_config, partitioned, ep_size)
     if not init:
         yield
         return
     group = partitioned[0].ds_process_group
     with failing_together(group):  # by itself: the block below begins with a collective of its own
-        experts = _NewExperts(init, layout(), sources, group, ep_rank, settings[1])
+        experts = _NewExperts(init, layout(), sources, group, ep_rank, settings.bucket_bytes)
     with failing_together(group), _holding(_new_experts, experts):
         yield
-    for param in sources.values():  # whoever still refers to a replaced parameter, it holds no weights any more
+    # Whoever still refers to a replaced parameter, it holds no weights any more; unless the model itself does.
+    for param in [param for param in sources.values() if id(param) not in settings.shared]:
         param.ds_tensor.data = param.ds_tensor.new_empty(0)
+        param.data = param.data.new_empty(0)  # a small parameter is gathered as well
 
 
 def _edp_init(ds_config, sources, ep_size):
     """A ``zero.Init`` bound to the EDP group, or None when shards cannot be moved under this configuration."""
+    offload = ds_config.get("zero_optimization", {}).get("offload_param") or {}
+    if offload.get("device") == OffloadDeviceEnum.nvme or any(param.nvme_swapper is not None for param in sources):
+        return None  # before a zero.Init is made: its swapper clears the folder that holds the weights
     init = Init(data_parallel_group=groups._get_expert_data_parallel_group(f"ep_size_{ep_size}"),
                 config_dict_or_path=ds_config)
     init.dtype = sources[0].dtype
     quantized = init.quantized_nontrainable_weights or any(hasattr(p.ds_tensor, "ds_quant_scale") for p in sources)
-    if init.remote_device == OffloadDeviceEnum.nvme or init.zero_param_process_group is not None or quantized:
-        return None
-    return init
+    return None if quantized or init.zero_param_process_group is not None else init
 
 
 def are_born_partitioned():

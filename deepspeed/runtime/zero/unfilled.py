@@ -15,6 +15,7 @@ import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import deepspeed.comm as dist
 
@@ -64,11 +65,14 @@ class Unfilled(torch.Tensor):
                 if isinstance(self, Unfilled) and not _has_tensors(values, kwargs):
                     return self._do(func, values, kwargs)
                 args = (self, *values)
-            if func in _ALIASES and (is_unfilled(args[0]) or args[0]._is_released()):
+            if func in _ALIASES:
                 attributes = {name: getattr(args[0], name) for name in _OF_A_SHARD if hasattr(args[0], name)}
                 return cls.of(func(*args, **kwargs), args[0]._history, **attributes)
-            if func not in _WITHOUT_CONTENTS and func.__name__ not in ("__get__", "__set__"):
-                for tensor in filter(is_unfilled, (*args, *kwargs.values())):
+            if func.__name__ == "__set__":  # `tensor.data = other` takes the other's contents
+                for tensor in filter(is_unfilled, args[1:]):
+                    tensor._fill_whole()
+            elif func not in _WITHOUT_CONTENTS and func.__name__ != "__get__":
+                for tensor in filter(is_unfilled, tree_leaves((args, kwargs))):
                     tensor._fill_whole()
             result = func(*args, **kwargs)
             if isinstance(result, torch.Tensor) and func.__name__ == "__get__" and is_unfilled(args[0]):
@@ -105,17 +109,19 @@ def is_unfilled(value):
     if not isinstance(value, Unfilled):
         return False
     with torch._C.DisableTorchFunctionSubclass():
-        return value.numel() > 1 and not any(value.stride())
+        return value.numel() > 1 and value.untyped_storage().nbytes() == value.element_size()
 
 
 def _do_to_shard(param, func, args, kwargs):
     """Do to this rank's shard what was asked of the whole parameter."""
     if func.__name__ in _RANDOM:
         generator = torch.Generator(device=param.ds_tensor.device)
-        rank = dist.get_rank(group=param.ds_process_group)
-        # Drawn from the caller's generator, so that a seed still decides all; ranks may share it, so the rank counts.
-        seed = int(torch.randint(2**40, (1, ), generator=kwargs.get("generator") or torch.default_generator))
-        kwargs = {**kwargs, "generator": generator.manual_seed(seed * 2**20 + rank)}
+        # Drawn from the caller's generator, so that a seed still decides all. Ranks may share it, so the rank is mixed
+        # in, by the golden ratio of 32 bits, which is what a CPU generator takes of a seed.
+        drawn = kwargs.get("generator") or torch.default_generator
+        seed = int(torch.randint(2**32, (1, ), generator=drawn, device=drawn.device))
+        seed = (seed + dist.get_rank(group=param.ds_process_group) * 0x9E3779B1) % 2**32
+        kwargs = {**kwargs, "generator": generator.manual_seed(seed)}
     with torch.no_grad():
         func(param.ds_tensor, *args, **kwargs)
 
@@ -132,13 +138,11 @@ def start_leaving_unfilled():
 def stop_leaving_unfilled():
     """Make what was left unfilled ordinary: partitioned, or whole. ``torch.empty`` is left as it is."""
     torch.nn.init._no_grad_trunc_normal_ = _trunc_normal
-    alive = [reference() for reference in Unfilled._alive]
+    alive, Unfilled._alive = [reference() for reference in Unfilled._alive], []
     for param in [param for param in alive if param is not None]:
-        if is_unfilled(param):
+        if is_unfilled(param) and sys.exc_info()[0] is None:  # an error on its way out is not to become another
             param._fill_whole()
-        del param._history
         param.__class__ = torch.nn.Parameter if getattr(param, "_is_param", False) else torch.Tensor
-    Unfilled._alive.clear()
 
 
 def _trunc_normal_of_experts(tensor, *args, **kwargs):
@@ -162,9 +166,14 @@ def _empty_for_experts(empty):
 
 
 def _is_of_experts(frame, experts):
-    """Whether ``frame`` is a method of a module of that many experts, such as its constructor."""
+    """Whether ``frame`` is a method, such as the constructor, of a module of that many experts.
+
+    Of Transformers' experts interface only, whose decorator gives a class ``_apply_gate``: their constructors do no
+    more than make the tensors, on all ranks alike. Others may do anything, on one rank too.
+    """
     module = frame.f_locals.get("self")
-    return isinstance(module, torch.nn.Module) and module.__dict__.get("num_experts") == experts
+    return (isinstance(module, torch.nn.Module) and hasattr(type(module), "_apply_gate")
+            and module.__dict__.get("num_experts") == experts)  # yapf: disable
 
 
 def partition_unfilled(init, param):

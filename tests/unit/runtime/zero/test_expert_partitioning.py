@@ -63,10 +63,10 @@ class Block(torch.nn.Module):
 class Model(torch.nn.Module):
     """MoE blocks and nothing else: what is tested is how they are replaced, they are never called."""
 
-    def __init__(self, kind):
+    def __init__(self, kind, layers=LAYERS):
         super().__init__()
         self.config = types.SimpleNamespace(model_type="toy", num_experts_per_tok=2)
-        self.layers = torch.nn.ModuleList(Block(kind, *sizes) for sizes in LAYERS)
+        self.layers = torch.nn.ModuleList(Block(kind, *sizes) for sizes in layers)
 
 
 def config_for(kind, ep, dtype):
@@ -177,6 +177,27 @@ def test_a_failure_on_one_rank_ends_all(two_ranks, fault, reported):
         assert error.startswith(f"FailedOnRank: rank 1: {reported}")
 
 
+def replace_shared_experts():
+    """Whether each block of a model whose two blocks share their experts has the weights of those."""
+    config = config_for("fused", 2, torch.float32)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = Model("fused", [LAYERS[0], LAYERS[0]])
+    model.layers[1].experts = model.layers[0].experts
+    values = fill_with_random_values(model)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    expected = expected_targets("fused", values, 0)["w2"]
+    same = []
+    for layer in autoep_layers(engine.module).values():
+        with deepspeed.zero.GatheredParameters(layer.experts.w2):
+            same.append(torch.equal(layer.experts.w2.data, expected[3 * layer.ep_rank:3 * layer.ep_rank + 3]))
+    engine.destroy()
+    return same
+
+
+def test_shared_experts_are_read_twice(two_ranks):
+    assert two_ranks.run(replace_shared_experts) == [[True, True]] * 2
+
+
 def initialize_a_model_on_meta():
     with torch.device("meta"):
         model = Model("fused")
@@ -214,8 +235,8 @@ def optimized_by_the_caller(partitioned, as_list):
     engine.lr_scheduler.step()
     rates = [group["lr"] for group in engine.optimizer.param_groups]
     engine.destroy()
-    held = [param.ds_tensor for param in sources if hasattr(param, "ds_tensor")]
-    return trained, rates, sum(shard.untyped_storage().nbytes() for shard in held)
+    held = [tensor for param in sources if hasattr(param, "ds_tensor") for tensor in (param.data, param.ds_tensor)]
+    return trained, rates, sum(tensor.untyped_storage().nbytes() for tensor in held)
 
 
 @pytest.mark.skipif(Version(deepspeed.__version__) < Version("0.19.7"), reason="refused there")

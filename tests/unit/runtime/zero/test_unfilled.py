@@ -22,7 +22,9 @@ SHAPE = (6, 35, 50)
 
 
 class Experts(torch.nn.Module):
-    """Experts whose constructor hands its tensor to ``initialize``, as remote code may."""
+    """Experts of Transformers' interface whose constructor hands its tensor to ``initialize``, as remote code may."""
+
+    _apply_gate = None  # what the interface's decorator leaves on a class
 
     def __init__(self, initialize=None):
         super().__init__()
@@ -30,6 +32,35 @@ class Experts(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(*SHAPE))
         if initialize is not None:
             initialize(self.weight)
+
+
+class JoinedExperts(Experts):
+
+    def __init__(self):
+        super().__init__()
+        halves = [torch.empty(*SHAPE[:2], 20).fill_(3.0), torch.empty(*SHAPE[:2], 30).fill_(5.0)]
+        self.weight = torch.nn.Parameter(torch.cat(halves, dim=2))
+
+
+class AssignedExperts(Experts):
+
+    def __init__(self):
+        super().__init__()
+        self.weight.data = torch.empty(*SHAPE).fill_(7.0)
+
+
+class ColumnExperts(Experts):
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(*SHAPE[:2], 1).fill_(2.0))
+
+
+class WrappedExperts(Experts):
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(*SHAPE).fill_(1.0).contiguous())
 
 
 INITIALIZERS = {  # name -> (initializer, mean, standard deviation)
@@ -81,6 +112,19 @@ def test_a_seed_decides_all(three_ranks):
     assert three_ranks.run(initialized, "normal_", False) == three_ranks.run(initialized, "normal_", False)
 
 
+def first_elements(count):
+    """First element of this rank's shard of each of ``count`` expert tensors, initialized one after another."""
+    torch.manual_seed(11)
+    with deepspeed.zero.Init(config_dict_or_path=ds_config(1)):
+        modules = [Experts(torch.nn.init.normal_) for _ in range(count)]
+    return [module.weight.ds_tensor[0].item() for module in modules]
+
+
+def test_no_two_tensors_are_alike(two_ranks):
+    firsts = [first for rank in two_ranks.run(first_elements, 200) for first in rank]
+    assert len(set(firsts)) == len(firsts)
+
+
 def transformers_model(autoep_size):
     """Standard deviation of each expert tensor of a model that Transformers initializes inside ``zero.Init``."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -112,10 +156,15 @@ def behaviours():
         by_value = Experts(lambda t: t.data.copy_(torch.arange(t.numel()).view(SHAPE)))
         by_index = Experts(lambda t: [t.data[expert].fill_(expert) for expert in range(SHAPE[0])])
         through_a_view = Experts(lambda t: t.data.mT.normal_().fill_(4.0))
+        joined, assigned, columns, wrapped = JoinedExperts(), AssignedExperts(), ColumnExperts(), WrappedExperts()
         outside = torch.empty(SHAPE)  # not of an experts module
     assert type(outside) is torch.Tensor and outside.stride() != (0, 0, 0)
     assert torch.equal(gathered(by_value.weight).flatten(), torch.arange(6. * 35 * 50))
     assert [gathered(by_index.weight)[expert].unique().tolist() for expert in range(6)] == [[e] for e in range(6)]
+    assert gathered(joined.weight).mean(dim=(0, 1)).tolist() == [3.0] * 20 + [5.0] * 30
+    assert torch.equal(gathered(assigned.weight), torch.full(SHAPE, 7.0))
+    assert torch.equal(gathered(columns.weight), torch.full((*SHAPE[:2], 1), 2.0))
+    assert torch.equal(gathered(wrapped.weight), torch.ones(SHAPE))
     assert torch.equal(gathered(through_a_view.weight), torch.full(SHAPE, 4.0))
     assert module.weight.ds_shape == SHAPE and module.weight.shape == (0, )
     state = {name: param.detach() for name, param in module.named_parameters()}
