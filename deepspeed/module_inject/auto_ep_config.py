@@ -16,7 +16,7 @@ from pydantic import (BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, Va
 
 from deepspeed.module_inject.auto_ep_presets.base import AutoEPConfig
 from deepspeed.module_inject.auto_ep_presets.registry import available_preset_names
-from deepspeed.moe.ep_experts import EXPERT_ACTIVATIONS
+from deepspeed.moe import ep_experts
 from deepspeed.moe.reshard_exchange import DEFAULT_BUCKET_BYTES
 from deepspeed.utils import logger
 from deepspeed_autoep.extension import extends
@@ -88,8 +88,9 @@ class ExpertParallelBlock(BaseModel):
     @field_validator("expert_activation")
     @classmethod
     def _known_activation(cls, value):
-        if value is not None and value not in EXPERT_ACTIVATIONS:
-            raise ValueError(f"allowed: {', '.join(EXPERT_ACTIVATIONS)}")
+        known = getattr(ep_experts, "EXPERT_ACTIVATIONS", None)  # 0.19.6 does not know the key
+        if value is not None and known is not None and value not in known:
+            raise ValueError(f"allowed: {', '.join(known)}")
         return value
 
 

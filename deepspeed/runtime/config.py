@@ -37,7 +37,7 @@ def check_topology(config):
         raise ValueError(f"expert_parallel.autoep_size: found {degree} with {ranks} ranks; allowed: a divisor of the "
                          f"number of ranks, {_divisors(ranks)}, that also divides the number of experts")
     accelerator = get_accelerator()
-    if config.expert_parallel_config.async_split_plan and accelerator.Event is None:
+    if getattr(config.expert_parallel_config, "async_split_plan", False) and accelerator.Event is None:
         raise ValueError("expert_parallel.async_split_plan: found True on the accelerator "
                          f"'{accelerator.device_name()}', which has no events; allowed: False")
     if config.zero_optimization_stage != 3:
