@@ -6,6 +6,8 @@
 import copy
 import gc
 
+import torch
+
 from deepspeed.moe.reshard_exchange import DEFAULT_BUCKET_BYTES
 from deepspeed.runtime.zero.expert_partitioning import replacing_layers_of
 from deepspeed_autoep.extension import extends
@@ -62,18 +64,38 @@ def _remaps_optimizers(engine_module):
     return hasattr(engine_module, "_remap_client_optimizer_after_module_replacement")
 
 
+def _experts_and_rest(module):
+    """Parameters of a MoE block or layer: those of its experts, and all others."""
+    experts = list(module.experts.parameters())
+    return experts, [param for param in module.parameters() if all(param is not other for other in experts)]
+
+
+@extends("DeepSpeedEngine._configure_expert_parallel",
+         feature="stale-optimizers",
+         why="what each layer's parameters replace is remembered for an optimizer that was made before",
+         unless=_remaps_optimizers)
+def remember_sources(self, model, *args, **kwargs):
+    self._expert_parallel_sources = {
+        name: [{id(param)
+                for param in part} for part in _experts_and_rest(block)]
+        for name, block in model.named_modules()
+        if self._config.expert_parallel_config.enabled and isinstance(getattr(block, "experts", None), torch.nn.Module)
+    }
+    return remember_sources.original(self, model, *args, **kwargs)
+
+
 @extends("DeepSpeedEngine._check_for_duplicates",
          feature="stale-optimizers",
          why="up to 0.19.6 an optimizer made before the replacement trains the discarded experts, silently",
          unless=_remaps_optimizers)
-def refuse_stale_optimizer(self, optimizer):
-    if self._config.expert_parallel_config.enabled:
-        live = {id(param) for param in self.module.parameters()}
-        stale = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in live]
-        if stale:
-            raise ValueError(
-                f"expert_parallel: found an optimizer made before the experts were replaced; {len(stale)} "
-                "of its parameters are not in the model any more. Allowed with this DeepSpeed: an "
-                "optimizer named in the configuration, with model_parameters=model.parameters(), or a "
-                "function that makes one. DeepSpeed 0.19.7 or newer moves such an optimizer over.")
-    return refuse_stale_optimizer.original(self, optimizer)
+def move_stale_optimizer(self, optimizer):
+    live = {id(param) for param in self.module.parameters()}
+    for group in optimizer.param_groups if self._config.expert_parallel_config.enabled else ():
+        stale = {id(param) for param in group["params"]} - live
+        group["params"] = [param for param in group["params"] if id(param) in live]
+        owned = {id(param) for other in optimizer.param_groups for param in other["params"]}
+        for name, parts in self._expert_parallel_sources.items():
+            for ids, params in zip(parts, _experts_and_rest(self.module.get_submodule(name))):
+                if ids & stale:  # its place is in the group of what it replaces
+                    group["params"] += [param for param in params if id(param) not in owned]
+    return move_stale_optimizer.original(self, optimizer)

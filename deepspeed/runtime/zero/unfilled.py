@@ -181,6 +181,7 @@ def partition_unfilled(init, param):
     init._convert_to_deepspeed_param(param)
     with torch._C.DisableTorchFunctionSubclass(), _WithoutContents():
         param.partition()
+    param.ds_tensor.zero_()  # rather than what the memory held, in the padding too
     for func, args, kwargs in param._history.done if isinstance(param, Unfilled) else ():
         _do_to_shard(param, func, args, kwargs)
 
