@@ -71,6 +71,8 @@ def main():
     if engine.global_rank == 0:
         print(f"held-out loss {before:.3f} before, {after:.3f} after; figures in {args.summary}")
     engine.destroy()
+    deepspeed.comm.barrier()  # no rank leaves while another still talks to it
+    deepspeed.comm.destroy_process_group()
 
 
 if __name__ == "__main__":
