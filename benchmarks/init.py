@@ -3,7 +3,7 @@
 """Memory and time of setting up AutoEP under ZeRO-3, with the overlay and as DeepSpeed does it: ``make bench-init``.
 
     python benchmarks/init.py [--shape small|qwen3-30b] [--device cpu|cuda] [--ranks 2 4] [--ep 1 2 4]
-                                     [--layers 2] [--plot FILE.png]
+                              [--layers 2] [--plot FILE.png]
 
 Figures are per rank, the worst of the ranks. Bytes are above those that are left when the phase is over, as multiples
 of one layer's expert bytes; times N they show what falls as 1/N. ``construct`` builds the model under zero.Init,

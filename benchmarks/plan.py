@@ -13,28 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
-from deepspeed.moe.expert_layout import grouped_layout, module_list_layout  # noqa: E402
+from expert_layouts import layout_of  # noqa: E402
 from reshard_plans import MODELS, degrees, grid, plan_of  # noqa: E402
 
-
-def fused(experts, ffn, hidden, is_transposed=False):
-    shapes = {"gate_up_proj": (experts, 2 * ffn, hidden), "down_proj": (experts, hidden, ffn)}
-    if is_transposed:
-        shapes = {name: (experts, columns, rows) for name, (_, rows, columns) in shapes.items()}
-    return grouped_layout(shapes, is_transposed=is_transposed)
+LAYOUTS = ("fused", "transposed", "module_list")
 
 
-def module_list(experts, ffn, hidden):
-    matrices = {"gate": (ffn, hidden), "down": (hidden, ffn), "up": (ffn, hidden)}
-    shapes = {f"{expert}.{name}": shape for expert in range(experts) for name, shape in matrices.items()}
-    return module_list_layout(shapes, experts, gate="gate", down="down", up="up")
-
-
-LAYOUTS = {"fused": fused, "transposed": lambda *sizes: fused(*sizes, is_transposed=True), "module list": module_list}
-
-
-def planned(make_layout, sizes, world, ep, rank):
-    plan = plan_of(make_layout(*sizes), world, grid(world, ep))
+def planned(kind, sizes, world, ep, rank):
+    plan = plan_of(layout_of(kind, *sizes), world, grid(world, ep))
     return plan.received(rank), plan.sent(rank)
 
 
@@ -55,10 +41,10 @@ def main():
     for column in ("model", "source", "N", "EP degrees", "ms", "MB"):
         table.add_column(column, justify="right")
     for model, sizes in MODELS.items():
-        for kind, make_layout in LAYOUTS.items():
+        for kind in LAYOUTS:
             for world in (64, 256, 1024):
                 eps = degrees(sizes[0], world)
-                seen = [measured(make_layout, sizes, world, ep, rank) for ep in eps for rank in (0, world // 2 + 1)]
+                seen = [measured(kind, sizes, world, ep, rank) for ep in eps for rank in (0, world // 2 + 1)]
                 seconds, peak = map(max, zip(*seen))
                 table.add_row(model, kind, str(world), ", ".join(map(str, eps)), f"{1e3 * seconds:.1f}",
                               f"{peak / 1e6:.2f}")

@@ -12,7 +12,7 @@ import difflib
 import re
 from typing import Literal, Optional, Union
 
-from pydantic import (BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError, field_validator)
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError, field_validator
 
 from deepspeed.module_inject.auto_ep_presets.base import AutoEPConfig
 from deepspeed.module_inject.auto_ep_presets.registry import available_preset_names

@@ -29,6 +29,10 @@ class Side:
     offset: int
     strides: Tuple[int, ...]
 
+    def at(self, index):
+        """Where in the flat tensor the element ``index`` of the box lies."""
+        return self.offset + sum(i * stride for i, stride in zip(index, self.strides))
+
 
 @dataclasses.dataclass(frozen=True)
 class Section:
@@ -74,8 +78,17 @@ def identity_layout(shapes):
     Args:
         shapes: tensor name -> shape.
     """
-    sections = [Section((prod(shape), ), Side(name, 0, (1, )), Side(name, 0, (1, ))) for name, shape in shapes.items()]
-    return _make(sections, dict(shapes), dict(shapes))
+    return _copies(shapes, {name: name for name in shapes})
+
+
+def _copies(shapes, names):
+    """The layout of targets that are whole sources: ``names`` maps each target to its source."""
+    targets = {target: tuple(shapes[name]) for target, name in names.items()}
+    sections = [
+        Section((prod(targets[target]), ), Side(target, 0, (1, )), Side(name, 0, (1, )))
+        for target, name in names.items()
+    ]
+    return _make(sections, targets, dict(shapes))
 
 
 def _slice_of(source, shape, axis, start, step, size, transposed, target, targets):
@@ -139,13 +152,7 @@ def _check_grouped(shapes, source, down, is_transposed, has_gate):
 
 def separate_layout(shapes, gate, down, up):
     """From three tensors ``gate [E, F, H]``, ``down [E, H, F]``, ``up [E, F, H]`` to ``w1``, ``w2``, ``w3``."""
-    names = {"w1": gate, "w2": down, "w3": up}
-    targets = {target: tuple(shapes[name]) for target, name in names.items()}
-    sections = [
-        Section((prod(targets[target]), ), Side(target, 0, (1, )), Side(name, 0, (1, )))
-        for target, name in names.items()
-    ]
-    return _make(sections, targets, dict(shapes))
+    return _copies(shapes, {"w1": gate, "w2": down, "w3": up})
 
 
 def module_list_layout(shapes, experts, *, gate, down, up=None):

@@ -12,11 +12,12 @@ layout permutes them.
 """
 import dataclasses
 import functools
+from math import prod
 from typing import NamedTuple, Tuple
 
 import numpy as np
 
-from deepspeed.moe.expert_layout import Layout, Section
+from deepspeed.moe.expert_layout import Layout, Section, row_major
 
 
 class Placement:
@@ -75,7 +76,7 @@ class Box(NamedTuple):
 
     @property
     def numel(self):
-        return int(np.prod(self.shape, dtype=np.int64))
+        return prod(self.shape)
 
 
 def _meet(one, other):
@@ -172,18 +173,17 @@ class Move:
         return self._view(shard, self.section.target, self.target_start)
 
     def _view(self, shard, side, shard_start):
-        offset = side.offset + sum(i * stride for i, stride in zip(self.box.start, side.strides)) - shard_start
-        return shard.as_strided(self.box.shape, side.strides, shard.storage_offset() + offset)
+        offset = shard.storage_offset() + side.at(self.box.start) - shard_start
+        return shard.as_strided(self.box.shape, side.strides, offset)
 
     def part(self, start, stop):
         """The moves that carry elements ``[start, stop)`` of this one, in row-major order of its box."""
         if start <= 0 and stop >= self.numel:
             return [self]
         shape = self.box.shape
-        strides = tuple(int(np.prod(shape[axis + 1:], dtype=np.int64)) for axis in range(len(shape)))
         shifted = [
             Box(tuple(map(int.__add__, box.start, self.box.start)), tuple(map(int.__add__, box.stop, self.box.start)))
-            for box in boxes_of(shape, strides, start, stop)
+            for box in boxes_of(shape, row_major(shape), start, stop)
         ]
         return [dataclasses.replace(self, box=box) for box in shifted]
 
@@ -220,9 +220,8 @@ class Plan:
             mine, boxes = _held(section, near, of_near, rank)
             peers = {}
             for box in boxes:
-                start = far.offset + sum(i * stride for i, stride in zip(box.start, far.strides))
-                end = far.offset + sum((i - 1) * stride for i, stride in zip(box.stop, far.strides))
-                peers.update(dict.fromkeys(of_far[far.tensor].owners_between(start, end + 1)))
+                last = far.at([stop - 1 for stop in box.stop])
+                peers.update(dict.fromkeys(of_far[far.tensor].owners_between(far.at(box.start), last + 1)))
             for peer in peers:
                 theirs, their_boxes = _held(section, far, of_far, peer)
                 ends = (theirs, their_boxes, mine, boxes) if receives else (mine, boxes, theirs, their_boxes)

@@ -44,7 +44,7 @@ def exchange(plan, sources, targets, group, bucket_bytes):
     """
     rank = dist.get_rank(group=group)
     failures = []
-    rounds, longest, peers = None, 0, 0
+    longest, peers = 0, 0
     with _kept(failures):
         sends, receives = plan.sent(rank), plan.received(rank)
         _check_dtypes(sources, targets)
@@ -54,7 +54,7 @@ def exchange(plan, sources, targets, group, bucket_bytes):
         sends.pop(rank, None)
         longest = max([_numel(moves) for moves in (*sends.values(), *receives.values())], default=0)
         peers = max(len(sends), len(receives))
-    told = agree(group, failures.pop() if failures else None, (peers, longest))
+    told = agree(group, _first(failures), (peers, longest))
     peers, longest = (max(column) for column in zip(*told))
     if longest == 0:
         return Traffic(0, 0, 0)
@@ -62,10 +62,10 @@ def exchange(plan, sources, targets, group, bucket_bytes):
     quota = min(longest, max(1, bucket_bytes // (2 * itemsize * peers)))
     with _kept(failures):
         rounds = _Rounds(sends, receives, sources, targets, quota, dist.get_world_size(group=group))
-    agree(group, failures.pop() if failures else None)  # no rank sends before all have their buffers
+    agree(group, _first(failures))  # no rank sends before all have their buffers
     for start in range(0, longest, quota):
         rounds.run(start, group, failures)
-    agree(group, failures[0] if failures else None)
+    agree(group, _first(failures))
     return Traffic(itemsize * sum(map(_numel, sends.values())), itemsize * sum(map(_numel, receives.values())),
                    -(-longest // quota))
 
@@ -77,6 +77,10 @@ def _kept(failures):
         yield
     except Exception as error:
         failures.append(error)
+
+
+def _first(failures):
+    return failures[0] if failures else None
 
 
 def _check_dtypes(sources, targets):

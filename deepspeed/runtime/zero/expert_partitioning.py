@@ -23,7 +23,7 @@ from deepspeed.moe.reshard import Plan, expert_placement, zero3_placement
 from deepspeed.moe.reshard_exchange import exchange
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import Init
-from deepspeed.runtime.zero.unfilled import partition_unfilled
+from deepspeed.runtime.zero.unfilled import allocates_shards, partition_unfilled
 from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.utils import groups
 
@@ -45,6 +45,7 @@ class _Settings:
     ds_config: dict
     bucket_bytes: int
     shared: set  # ids of parameters that more than one place of the model refers to
+    inits: dict = dataclasses.field(default_factory=dict)  # EP degree -> the zero.Init of all layers
 
 
 def replacing_layers_of(model, ds_config, bucket_bytes):
@@ -81,7 +82,7 @@ def experts_born_partitioned(layout, sources, ep_size, ep_rank):
     """
     partitioned = [param for param in sources.values() if is_zero_param(param)]
     settings = _settings.get()
-    init = partitioned and settings and _edp_init(settings.ds_config, partitioned, ep_size)
+    init = partitioned and settings and _edp_init(settings, partitioned, ep_size)
     if not init:
         yield
         return
@@ -96,16 +97,18 @@ def experts_born_partitioned(layout, sources, ep_size, ep_rank):
         param.data = param.data.new_empty(0)  # a small parameter is gathered as well
 
 
-def _edp_init(ds_config, sources, ep_size):
+def _edp_init(settings, sources, ep_size):
     """A ``zero.Init`` bound to the EDP group, or None when shards cannot be moved under this configuration."""
-    offload = ds_config.get("zero_optimization", {}).get("offload_param") or {}
+    offload = settings.ds_config.get("zero_optimization", {}).get("offload_param") or {}
     if offload.get("device") == OffloadDeviceEnum.nvme or any(param.nvme_swapper is not None for param in sources):
         return None  # before a zero.Init is made: its swapper clears the folder that holds the weights
-    init = Init(data_parallel_group=groups._get_expert_data_parallel_group(f"ep_size_{ep_size}"),
-                config_dict_or_path=ds_config)
+    if ep_size not in settings.inits:
+        group = groups._get_expert_data_parallel_group(f"ep_size_{ep_size}")
+        settings.inits[ep_size] = Init(data_parallel_group=group, config_dict_or_path=settings.ds_config)
+    init = settings.inits[ep_size]
     init.dtype = sources[0].dtype
-    quantized = init.quantized_nontrainable_weights or any(hasattr(p.ds_tensor, "ds_quant_scale") for p in sources)
-    return None if quantized or init.zero_param_process_group is not None else init
+    quantized = any(hasattr(param.ds_tensor, "ds_quant_scale") for param in sources)
+    return init if allocates_shards(init) and not quantized else None
 
 
 def are_born_partitioned():

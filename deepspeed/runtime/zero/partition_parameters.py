@@ -3,9 +3,8 @@
 
 # DeepSpeed Team
 """What happens while a parameter is partitioned: persistence is decided, experts are allocated as shards."""
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.persistence import force_persist
-from deepspeed.runtime.zero.unfilled import (is_unfilled, partition_unfilled, start_leaving_unfilled,
+from deepspeed.runtime.zero.unfilled import (allocates_shards, is_unfilled, partition_unfilled, start_leaving_unfilled,
                                              stop_leaving_unfilled)
 from deepspeed_autoep.extension import extends
 
@@ -23,12 +22,6 @@ def _convert_to_deepspeed_param(self, param):
         type(self).num_persisted_elements += param.ds_numel
 
 
-def _allocates_shards(init):
-    """Whether a shard of ``init`` stays in memory as it is allocated: not on NVMe, quantized or held twice (hpZ)."""
-    return not (init.remote_device == OffloadDeviceEnum.nvme or init.zero_param_process_group is not None
-                or init.quantized_nontrainable_weights)  # yapf: disable
-
-
 @extends("InsertPostInitMethodToModuleSubClasses._set_dtype",
          feature=_UNFILLED,
          why="a job without expert parallelism initializes its experts as DeepSpeed does")
@@ -42,7 +35,7 @@ def _set_dtype(self, ds_config, dtype):
          why="an experts module's tensors used to exist whole on every rank until its constructor was done")
 def _add_tensor_creation_wrappers(self):
     _add_tensor_creation_wrappers.original(self)
-    if self.spreads_experts and _allocates_shards(self):
+    if self.spreads_experts and allocates_shards(self):
         start_leaving_unfilled()
 
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import deepspeed.comm as dist
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 # Random and constant initializers of torch.nn.init, and the elementwise in-place operations that they are made of. By
 # name: Transformers puts its own functions, which respect what was loaded, in the place of torch.nn.init's.
@@ -174,6 +175,12 @@ def _is_of_experts(frame, experts):
     module = frame.f_locals.get("self")
     return (isinstance(module, torch.nn.Module) and hasattr(type(module), "_apply_gate")
             and module.__dict__.get("num_experts") == experts)  # yapf: disable
+
+
+def allocates_shards(init):
+    """Whether a shard of ``init`` stays in memory as it is allocated: not on NVMe, quantized or held twice (hpZ)."""
+    return not (init.remote_device == OffloadDeviceEnum.nvme or init.zero_param_process_group is not None
+                or init.quantized_nontrainable_weights)  # yapf: disable
 
 
 def partition_unfilled(init, param):

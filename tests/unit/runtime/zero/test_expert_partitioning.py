@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engines import autoep_layers, ds_config
+from expert_layouts import layout_of, targets_of
 from ranks import rank_group
 
 two_ranks, three_ranks, four_ranks = rank_group(2), rank_group(3), rank_group(4)
@@ -21,8 +22,8 @@ LAYERS = [(6, 7, 25), (12, 3, 10)]  # experts, intermediate and hidden size: lay
 KINDS = {  # storage -> names of the block's `expert_parallel` keys
     "fused": dict(expert_w1="gate_up_proj", expert_w2="down_proj", expert_w3=None),
     "transposed": dict(expert_w1="gate_up_proj", expert_w2="down_proj", expert_w3=None),
-    "separate": dict(expert_w1="w1", expert_w2="w2", expert_w3="w3"),
-    "module_list": dict(expert_w1="w1", expert_w2="w2", expert_w3="w3"),
+    "separate": dict(expert_w1="gate", expert_w2="down", expert_w3="up"),
+    "module_list": dict(expert_w1="gate", expert_w2="down", expert_w3="up"),
 }
 
 
@@ -30,9 +31,9 @@ class Expert(torch.nn.Module):
 
     def __init__(self, ffn, hidden):
         super().__init__()
-        self.w1 = torch.nn.Linear(hidden, ffn, bias=False)
-        self.w2 = torch.nn.Linear(ffn, hidden, bias=False)
-        self.w3 = torch.nn.Linear(hidden, ffn, bias=False)
+        self.gate = torch.nn.Linear(hidden, ffn, bias=False)
+        self.down = torch.nn.Linear(ffn, hidden, bias=False)
+        self.up = torch.nn.Linear(hidden, ffn, bias=False)
 
 
 class Experts(torch.nn.Module):
@@ -50,13 +51,8 @@ class Block(torch.nn.Module):
         self.gate = torch.nn.Linear(hidden, experts, bias=False)
         if kind == "module_list":
             self.experts = torch.nn.ModuleList(Expert(ffn, hidden) for _ in range(experts))
-        elif kind == "separate":
-            self.experts = Experts(
-                dict(w1=(experts, ffn, hidden), w2=(experts, hidden, ffn), w3=(experts, ffn, hidden)))
-        elif kind == "transposed":
-            self.experts = Experts(dict(gate_up_proj=(experts, hidden, 2 * ffn), down_proj=(experts, ffn, hidden)))
         else:
-            self.experts = Experts(dict(gate_up_proj=(experts, 2 * ffn, hidden), down_proj=(experts, hidden, ffn)))
+            self.experts = Experts(layout_of(kind, experts, ffn, hidden).sources)
 
 
 class Model(torch.nn.Module):
@@ -87,15 +83,8 @@ def fill_with_random_values(model):
 def expected_targets(kind, values, layer):
     """``w1``, ``w2``, ``w3`` of one block, made from its whole source weights by ordinary tensor operations."""
     prefix = f"layers.{layer}.experts."
-    own = {name[len(prefix):]: value for name, value in values.items() if name.startswith(prefix)}
-    if kind == "separate":
-        return own
-    if kind == "module_list":
-        count = LAYERS[layer][0]
-        return {w: torch.stack([own[f"{expert}.{w}.weight"] for expert in range(count)]) for w in ("w1", "w2", "w3")}
-    swap = (lambda tensor: tensor.transpose(1, 2)) if kind == "transposed" else (lambda tensor: tensor)
-    w1, w3 = swap(own["gate_up_proj"]).chunk(2, dim=1)
-    return {"w1": w1, "w2": swap(own["down_proj"]), "w3": w3}
+    own = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+    return targets_of(kind, {name.removesuffix(".weight"): value for name, value in own.items()})
 
 
 def replace_and_compare(kind, ep, dtype, partitioned=True, frozen=False):
