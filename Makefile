@@ -1,13 +1,13 @@
 # Fresh machine: `make demo`, `make test`. PYTHON chooses the interpreter (3.10 to 3.12).
 PYTHON ?= python3
-OVERLAY := $(shell find deepspeed deepspeed_autoep -name '*.py') deepspeed_autoep.pth setup.py README.md
+OVERLAY := $(shell find deepspeed deepspeed_autoep -name '*.py' -o -name '*.json') deepspeed_autoep.pth setup.py README.md
 PIP := -m pip --disable-pip-version-check
 # DeepSpeed counts a CPU machine's devices by its sockets unless this says otherwise.
 export LOCAL_SIZE ?= 8
 export DS_ACCELERATOR ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup setup-floor demo test test-newest test-floor test-transformers-floor test-slow bench-init bench-plan bench-memory bench-startup lint clean
+.PHONY: setup setup-floor demo test test-newest test-floor test-transformers-floor test-slow test-families families bench-init bench-plan bench-memory bench-startup lint clean
 
 setup: .venv/.overlay
 setup-floor: .venv-floor/.overlay
@@ -46,6 +46,14 @@ test-transformers-floor: setup-floor .venv-floor/newest-deepspeed
 
 test-slow: setup
 	.venv/bin/python -m pytest tests -m slow
+
+# Every family, recorded for `ds_autoep families` and README.
+test-families: setup
+	DS_AUTOEP_RECORD_FAMILIES=1 .venv/bin/python -m pytest tests -m families
+	.venv/bin/python -m deepspeed_autoep.family_matrix README.md
+
+families: setup
+	.venv/bin/python -m deepspeed_autoep.family_matrix README.md
 
 bench-init: setup setup-floor
 	.venv-floor/bin/python benchmarks/init.py

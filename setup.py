@@ -29,6 +29,7 @@ setup(
         "deepspeed_autoep": "deepspeed_autoep",
         "deepspeed_autoep.deepspeed": "deepspeed"
     },
+    package_data={"deepspeed_autoep": ["families.json"]},
     name="deepspeed-autoep",
     version="0.1.0",
     description="Expert parallelism x ZeRO-3 for every Hugging Face MoE model, as an overlay on DeepSpeed",

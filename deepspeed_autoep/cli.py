@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 
 from deepspeed_autoep import __version__
 from deepspeed_autoep import estimate as memory
+from deepspeed_autoep import family_matrix
 from deepspeed_autoep.extension import State
 from deepspeed_autoep.finder import installed_finder
 from deepspeed_autoep.model_sizes import EstimateError, read_model
@@ -82,6 +83,44 @@ def _print_estimates(title, estimates, fits):
     _console().print(table)
 
 
+def families(arguments) -> int:
+    """Print which model families work, as tested; the exit status is 2 when the record of it cannot be read."""
+    try:
+        matrix = family_matrix.read()
+    except family_matrix.MatrixError as error:
+        print(f"ds_autoep families: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(family_matrix.dumps(matrix), end="")
+    else:
+        _print_families(matrix)
+    return 0
+
+
+def _print_families(matrix):
+    from rich.markup import escape
+    from rich.table import Table
+
+    works = Table(title="largest relative error", title_justify="right")
+    works.add_column("family", overflow="fold")
+    for column in ("experts modules", *family_matrix.ERRORS):
+        works.add_column(column, justify="right")
+    for name, found in matrix["families"].items():
+        errors = [f"{found[kind]:.0e}" for kind in family_matrix.ERRORS]
+        works.add_row(name, str(found["experts"]), *errors)
+    refused = Table()
+    for column in ("refused", "why"):
+        refused.add_column(column, overflow="fold")
+    for name, reason in matrix["refused"].items():
+        refused.add_row(name, escape(reason))
+    _console().print(family_matrix.summary(matrix), works, refused, sep="\n", highlight=False)
+
+
+def _add_families(commands):
+    parser = commands.add_parser("families", help="list the model families that work, as tested, and those that cannot")
+    parser.add_argument("--json", action="store_true", help="print the record of the test run")
+
+
 def _add_estimate(commands):
     parser = commands.add_parser("estimate",
                                  help="memory per rank of a model, for each EP degree, from its config.json")
@@ -112,8 +151,9 @@ def main(argv=None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("status", help="list every extension of DeepSpeed: applied, already upstream, off or misfit")
     _add_estimate(commands)
+    _add_families(commands)
     arguments = parser.parse_args(argv)
-    return {"status": status, "estimate": estimate}[arguments.command](arguments)
+    return {"status": status, "estimate": estimate, "families": families}[arguments.command](arguments)
 
 
 if __name__ == "__main__":

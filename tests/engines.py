@@ -8,7 +8,7 @@ import contextlib
 ADAMW = dict(lr=5e-3, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1)
 
 
-def ds_config(autoep_size=None, zero=None, dtype=None, block=None, **top_level):
+def ds_config(autoep_size=None, zero=None, dtype=None, block=None, preset=None, **top_level):
     """A DeepSpeed configuration for tests; ``autoep_size=None`` leaves out the ``expert_parallel`` block.
 
     Args:
@@ -16,6 +16,7 @@ def ds_config(autoep_size=None, zero=None, dtype=None, block=None, **top_level):
         zero: keys added to ``zero_optimization`` (stage 3).
         dtype: ``"bf16"`` or ``"fp16"``; float32 when None.
         block: keys added to ``expert_parallel``.
+        preset: replace whole blocks by this preset; the experts only when None.
         top_level: further top-level keys.
     """
     config = {
@@ -26,6 +27,8 @@ def ds_config(autoep_size=None, zero=None, dtype=None, block=None, **top_level):
     }  # yapf: disable
     if autoep_size is not None:
         config["expert_parallel"] = {"enabled": True, "autoep_size": autoep_size, **(block or {})}
+        if preset is not None:
+            config["expert_parallel"]["preset_model"] = preset
     if dtype is not None:
         config[dtype] = {"enabled": True}
     return {**config, **top_level}

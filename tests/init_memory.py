@@ -87,7 +87,8 @@ def is_unpartitioned(param):
     return param.numel() > 0 or not hasattr(param, "ds_id")
 
 
-def measure(layers, ep, sizes=SIZES, dtype=None, device="cpu", whole_initialization=True, bucket_bytes=None):
+def measure(layers, ep, sizes=SIZES, dtype=None, device="cpu", whole_initialization=True, bucket_bytes=None,
+            preset="qwen3_moe"):  # yapf: disable
     """Build a model of ``layers`` layers under ``zero.Init``, initialize an engine and return what was seen.
 
     Args:
@@ -95,6 +96,7 @@ def measure(layers, ep, sizes=SIZES, dtype=None, device="cpu", whole_initializat
         sizes: keys of a Qwen3-MoE configuration; ``dtype``: ``"bf16"``, or float32 when None.
         whole_initialization: whether to go on after the layers were replaced.
         bucket_bytes: ``expert_parallel.reshard_bucket_bytes``.
+        preset: replace whole blocks by this preset, or the experts only when None.
 
     Returns:
         A dict. Bytes above those that are left when the phase is over: ``construct`` (building the model) and
@@ -104,7 +106,7 @@ def measure(layers, ep, sizes=SIZES, dtype=None, device="cpu", whole_initializat
         ``whole_initialization``): the part of the source experts' bytes that was not freed.
     """
     block = {} if bucket_bytes is None else {"reshard_bucket_bytes": bucket_bytes}
-    config = ds_config(ep, dtype=dtype, block=block)
+    config = ds_config(ep, dtype=dtype, block=block, preset=preset)
     with (LiveBytes() if device == "cpu" else DeviceBytes()) as counted:
         return _build_and_initialize(layers, config, sizes, whole_initialization, counted)
 

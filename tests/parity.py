@@ -105,6 +105,11 @@ def gathered(model, read):
     """``read(param)`` of every trainable parameter in float32, with Hugging Face's names and experts of all ranks."""
     found = {name: read(param).float().clone() for name, param in model.named_parameters() if param.requires_grad}
     for layer, module in autoep_layers(model).items():
+        if hasattr(module, "family_class"):  # only the experts were replaced
+            for name in [f"{layer}.{name}" for name, _ in module.named_parameters(recurse=False)]:
+                if name in found:  # once, where modules share it
+                    found[name] = _of_all_experts(found[name], module.ep_group)
+            continue
         local = {weight: found.pop(f"{layer}.experts.{weight}") for weight in ("w1", "w2", "w3")}
         w1, w2, w3 = (_of_all_experts(local[weight], module.ep_group) for weight in ("w1", "w2", "w3"))
         found[f"{layer}.experts.gate_up_proj"] = torch.cat([w1, w3], dim=1)

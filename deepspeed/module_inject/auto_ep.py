@@ -3,7 +3,44 @@
 
 # DeepSpeed Team
 """Finding the MoE layers of a model."""
+from deepspeed.module_inject import auto_ep_layer
+from deepspeed.module_inject.experts_only import ExpertsSpec, find_experts, replace_experts
 from deepspeed_autoep.extension import extends
+
+# Each of these keys selects the whole-block way; without them the experts alone are replaced.
+WHOLE_BLOCK_NAMES = ("preset_model", "moe_layer_pattern", "expert_pattern", "router_pattern", "expert_w1", "expert_w2")
+
+_NO_DISPATCH = "its experts take rows that the block has sorted or masked, not tokens with expert numbers"
+_LINEARS = "each of its experts is a module of its own, in a dictionary or list with another forward"
+UNSUPPORTED_FAMILIES = {
+    **dict.fromkeys(("llama4", "llama4_text"), "every expert computes every token, there is nothing to dispatch"),
+    **dict.fromkeys(("jetmoe", "vitpose", "vitpose_backbone"), _NO_DISPATCH),
+    **dict.fromkeys(("nllb-moe", "switch_transformers"), _LINEARS),
+    "longcat_flash": "its gate_up_proj has rows for experts that compute nothing, its down_proj has none for them",
+    "dbrx": "its experts' weights are one matrix without a dimension of experts",
+    "doge": "its experts are rows of two embeddings",
+}
+
+
+def _refuse_unsupported_family(model):
+    configs = (getattr(module, "config", None) for module in model.modules())
+    for model_type in dict.fromkeys(getattr(config, "model_type", None) for config in configs):
+        if model_type in UNSUPPORTED_FAMILIES:
+            raise ValueError(f"expert_parallel.enabled: found a model of type {model_type!r}, whose experts cannot be "
+                             f"spread: {UNSUPPORTED_FAMILIES[model_type]}; allowed: a family on the experts interface "
+                             "of Transformers. For a plain ZeRO run set enabled to false.")
+
+
+@extends("AutoEP.ep_parser",
+         feature="experts-only",
+         why="every family on Transformers' experts interface, without a preset")
+def find_experts_only(self):
+    if any(getattr(self.config, key) is not None for key in WHOLE_BLOCK_NAMES):
+        return find_experts_only.original(self)
+    specs = find_experts(self.model)
+    if not specs:
+        _refuse_unsupported_family(self.model)
+    return specs or find_experts_only.original(self)
 
 
 @extends("AutoEP.ep_parser",
@@ -18,6 +55,23 @@ def ep_parser(self):
     specs = ep_parser.original(self)
     if not specs:
         raise ValueError(f"expert_parallel.enabled: found no MoE layer in {type(self.model).__name__} (model_type="
-                         f"{getattr(self.model_config, 'model_type', None)!r}); allowed: a model of a preset's type, "
-                         "or moe_layer_pattern with custom names. For a plain ZeRO run set enabled to false.")
+                         f"{getattr(self.model_config, 'model_type', None)!r}); allowed: a model built on the experts "
+                         "interface of Transformers, or moe_layer_pattern with custom names. For a plain ZeRO run set "
+                         "enabled to false.")
     return specs
+
+
+@extends("AutoEP.replace_moe_layers",
+         feature="experts-only",
+         why="only the experts of a family are replaced; its block, router and shared experts stay")
+def replace_moe_layers(self, specs, ep_size, ep_rank, *args, **kwargs):
+    if not isinstance(specs[0], ExpertsSpec):
+        return replace_moe_layers.original(self, specs, ep_size, ep_rank, *args, **kwargs)
+    replaced = replace_experts(self.model, specs, ep_size, ep_rank)
+    if not hasattr(auto_ep_layer, "ReplacementSourceMap"):  # up to 0.19.6, see stale-optimizers
+        return None
+    sources = auto_ep_layer.ReplacementSourceMap()
+    if kwargs.get("collect_sources"):
+        sources.sources = {id(param): [source] for param, source in replaced}
+        sources.discarded = {id(source) for _, source in replaced}
+    return sources

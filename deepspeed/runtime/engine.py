@@ -3,11 +3,17 @@
 
 # DeepSpeed Team
 """Where AutoEP enters the engine."""
+import contextlib
 import copy
 import gc
 
 import torch
 
+from deepspeed.checkpoint.constants import AUTOEP_LAYERS_KEY
+from deepspeed.checkpoint.autoep_zero3_metadata import (AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY,
+                                                        AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT)
+from deepspeed.module_inject.experts_only import (EXPERTS_ONLY_KEYS, ExpertParallelExperts, ExpertsSpec, check_experts,
+                                                  local_state)
 from deepspeed.moe.reshard_exchange import DEFAULT_BUCKET_BYTES
 from deepspeed.runtime.zero.expert_partitioning import replacing_layers_of
 from deepspeed_autoep.extension import extends
@@ -33,7 +39,19 @@ def _check_model(engine, model):
             "parameters on a device, or partitioned. Build or load the model inside "
             "deepspeed.zero.Init, or without a meta device.")
     config = copy.copy(engine._config.expert_parallel_config)  # detection fills in what the model's config says
-    validate_autoep_post_detection(config, AutoEP(model, config).ep_parser())
+    specs = AutoEP(model, config).ep_parser()
+    if isinstance(specs[0], ExpertsSpec):
+        _refuse_keys_of_blocks(engine._config._param_dict["expert_parallel"])
+        check_experts(model, specs, config.autoep_size)
+    validate_autoep_post_detection(config, specs)
+
+
+def _refuse_keys_of_blocks(block):
+    unused = sorted(set(block) - EXPERTS_ONLY_KEYS)
+    if unused:
+        raise ValueError(f"expert_parallel: found {', '.join(unused)}, of DeepSpeed's replacement of whole MoE blocks, "
+                         "while only the experts of this model are replaced; allowed: leaving them out, or "
+                         "preset_model to replace whole blocks")
 
 
 @extends("DeepSpeedEngine._configure_expert_parallel",
@@ -99,3 +117,45 @@ def move_stale_optimizer(self, optimizer):
                 if ids & stale:  # its place is in the group of what it replaces
                     group["params"] += [param for param in params if id(param) not in owned]
     return move_stale_optimizer.original(self, optimizer)
+
+
+@contextlib.contextmanager
+def _experts_like_any_parameter(engine, operation):
+    """Let ZeRO-3 save or load experts by their shards, as any parameter; DeepSpeed's way knows whole blocks only."""
+    if not any(isinstance(module, ExpertParallelExperts) for module in engine.module.modules()):
+        yield
+        return
+    if not engine.zero_optimization_partition_weights():
+        raise NotImplementedError(f"{operation}: found zero_optimization.stage={engine.zero_optimization_stage()} with "
+                                  "expert parallelism of the experts only; allowed: stage 3, or "
+                                  "expert_parallel.preset_model to replace whole blocks")
+    moe_layers, engine.has_moe_layers = engine.has_moe_layers, False
+    try:
+        with local_state():
+            yield
+    finally:
+        engine.has_moe_layers = moe_layers
+
+
+@extends("DeepSpeedEngine.save_checkpoint", feature="experts-only", why="experts are saved by their ZeRO-3 shards")
+def save_checkpoint(self, *args, **kwargs):
+    with _experts_like_any_parameter(self, "save_checkpoint"):
+        return save_checkpoint.original(self, *args, **kwargs)
+
+
+@extends("DeepSpeedEngine.load_checkpoint", feature="experts-only", why="experts are loaded by their ZeRO-3 shards")
+def load_checkpoint(self, *args, **kwargs):
+    with _experts_like_any_parameter(self, "load_checkpoint"):
+        return load_checkpoint.original(self, *args, **kwargs)
+
+
+@extends("DeepSpeedEngine._common_checkpoint_state",
+         feature="experts-only",
+         why="zero_to_fp32 would join the shards of different experts; the mark makes it say so")
+def mark_partitioned_experts(self, *args, **kwargs):
+    state = mark_partitioned_experts.original(self, *args, **kwargs)
+    names = [name for name, module in self.module.named_modules() if isinstance(module, ExpertParallelExperts)]
+    if names:
+        mark = {AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY: AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT}
+        state[AUTOEP_LAYERS_KEY] = [dict(mark, module_path=name) for name in names]
+    return state

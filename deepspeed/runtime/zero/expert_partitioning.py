@@ -77,6 +77,9 @@ def experts_born_partitioned(layout, sources, ep_size, ep_rank):
         sources: parameters of the experts that are being replaced, by the layout's names.
         ep_size, ep_rank: expert-parallel degree and rank.
 
+    Yields:
+        bool: whether ``construct_partitioned`` does so.
+
     Raises:
         FailedOnRank: on every rank, when the block fails on one of them.
     """
@@ -84,13 +87,13 @@ def experts_born_partitioned(layout, sources, ep_size, ep_rank):
     settings = _settings.get()
     init = partitioned and settings and _edp_init(settings, partitioned, ep_size)
     if not init:
-        yield
+        yield False
         return
     group = partitioned[0].ds_process_group
     with failing_together(group):  # by itself: the block below begins with a collective of its own
         experts = _NewExperts(init, layout(), sources, group, ep_rank, settings.bucket_bytes)
     with failing_together(group), _holding(_new_experts, experts):
-        yield
+        yield True
     # Whoever still refers to a replaced parameter, it holds no weights any more; unless the model itself does.
     for param in [param for param in sources.values() if id(param) not in settings.shared]:
         param.ds_tensor.data = param.ds_tensor.new_empty(0)

@@ -66,3 +66,11 @@ def post_sub_module_forward_function(self, sub_module):
 def post_sub_module_backward_function(self, sub_module):
     with _held(self, sub_module):
         post_sub_module_backward_function.original(self, sub_module)
+
+
+@extends("DeepSpeedZeRoOffload._register_deepspeed_module",
+         feature="experts-only",
+         why="a module inside the experts runs as often as experts have rows: its trace would differ between ranks")
+def register_deepspeed_module(self, module, count=[0]):
+    if not getattr(module, "ds_untraced", False):
+        register_deepspeed_module.original(self, module, count)

@@ -123,7 +123,8 @@ ZERO = {(key if key == "reduce_bucket_size" else f"stage3_{key}"): value for key
 def test_engines_hold_what_was_estimated(request, checkpoint, ranks, family, dtype):
     group = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[ranks])
     loop = family == "qwen3_moe"  # torch._grouped_mm takes no odd sizes
-    config = ds_config(2, zero=ZERO, dtype=None if dtype == "fp32" else dtype, block={"use_grouped_mm": not loop})
+    config = ds_config(2, zero=ZERO, dtype=None if dtype == "fp32" else dtype, block={"use_grouped_mm": not loop},
+                       preset=family)  # yapf: disable
     seen = group.run(trained_memory,
                      checkpoint(family),
                      config,

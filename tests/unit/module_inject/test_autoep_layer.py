@@ -21,7 +21,7 @@ def groups_after_boolean_calls(checkpoint):
     """Global ranks of a layer's EP group, at first and after ``set_deepspeed_parallelism`` with either boolean."""
     import deepspeed.comm as dist
 
-    with engine_of(checkpoint, ds_config(2)) as engine:
+    with engine_of(checkpoint, ds_config(2, preset="qwen3_moe")) as engine:
         layer = next(iter(autoep_layers(engine.module).values()))
         seen = [dist.get_all_ranks_from_group(layer.ep_group)]
         for use_data_before_expert_parallel in (True, False):
@@ -47,7 +47,7 @@ def counted_and_expected_tokens(checkpoint):
     plain = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager")
     logits = plain(input_ids=ids, output_router_logits=True).router_logits[0]
     chosen = logits.topk(plain.config.num_experts_per_tok).indices
-    with engine_of(checkpoint, ds_config(2)) as engine:
+    with engine_of(checkpoint, ds_config(2, preset="qwen3_moe")) as engine:
         engine(input_ids=ids)
         layer = next(iter(autoep_layers(engine.module).values()))
         return layer.tokens_per_expert.int().tolist(), torch.bincount(chosen.flatten(), minlength=6).tolist()
@@ -68,7 +68,7 @@ def recorded_router_logits(checkpoint):
     plain = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager")
     expected = plain(input_ids=ids, output_router_logits=True).router_logits
     registry = dict(output_capturing._CAN_RECORD_REGISTRY)
-    with engine_of(checkpoint, ds_config(2)) as engine:
+    with engine_of(checkpoint, ds_config(2, preset="qwen3_moe")) as engine:
         recorded = engine(input_ids=ids, output_router_logits=True).router_logits
     assert dict(output_capturing._CAN_RECORD_REGISTRY) == registry, "recorders of other models were changed"
     return len(recorded), max((a - b).abs().max().item() for a, b in zip(recorded, expected))

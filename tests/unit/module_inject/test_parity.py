@@ -1,6 +1,6 @@
 # Copyright (c) DeepSpeed Team.
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism x ZeRO-3 computes what the unmodified model computes in one process.
+"""Expert parallelism x ZeRO-3 with whole blocks replaced computes what the unmodified model computes in one process.
 
 Loss, every gradient and the weights after three AdamW steps are compared; an error is the largest difference over the
 largest element of the reference.
@@ -51,19 +51,19 @@ def assert_parity(results, bound=FLOAT32_BOUND):
 @pytest.mark.parametrize("ep", [1, 2])
 def test_two_ranks(two_ranks, checkpoint, ep):
     batches = parity.make_batches(2, 3, tiny_models.VOCABULARY)
-    assert_parity(two_ranks.run(parity.compare, checkpoint("qwen3_moe"), ds_config(ep), batches))
+    assert_parity(two_ranks.run(parity.compare, checkpoint("qwen3_moe"), ds_config(ep, preset="qwen3_moe"), batches))
 
 
 @pytest.mark.parametrize("ep,experts", [(1, 6), (2, 6), (4, 8)])
 def test_four_ranks(four_ranks, checkpoint, ep, experts):
     batches = parity.make_batches(4, 3, tiny_models.VOCABULARY)
     model = checkpoint("qwen3_moe", num_experts=experts)
-    assert_parity(four_ranks.run(parity.compare, model, ds_config(ep), batches))
+    assert_parity(four_ranks.run(parity.compare, model, ds_config(ep, preset="qwen3_moe"), batches))
 
 
 def test_sizes_that_do_not_divide_by_the_number_of_ranks(four_ranks, checkpoint):
     model = checkpoint("qwen3_moe", experts_implementation="eager", **tiny_models.ODD_SIZES)
-    config = ds_config(2, block={"use_grouped_mm": False})
+    config = ds_config(2, block={"use_grouped_mm": False}, preset="qwen3_moe")
     batches = parity.make_batches(4, 3, tiny_models.VOCABULARY)
     assert_parity(four_ranks.run(parity.compare, model, config, batches, experts_implementation="eager"))
 
@@ -71,7 +71,7 @@ def test_sizes_that_do_not_divide_by_the_number_of_ranks(four_ranks, checkpoint)
 @pytest.mark.parametrize("ep", [1, 2])
 def test_an_expert_without_tokens(two_ranks, checkpoint, ep):
     batches = parity.make_batches(2, 3, tiny_models.VOCABULARY, distinct_tokens=2, length=4)
-    results = two_ranks.run(parity.compare, checkpoint("qwen3_moe"), ds_config(ep), batches)
+    results = two_ranks.run(parity.compare, checkpoint("qwen3_moe"), ds_config(ep, preset="qwen3_moe"), batches)
     assert all(errors["idle"] for errors in results), "every expert saw a token: the case tests nothing"
     assert_parity(results)
 
@@ -79,7 +79,7 @@ def test_an_expert_without_tokens(two_ranks, checkpoint, ep):
 @pytest.mark.parametrize("ep", [1, 2])
 def test_a_rank_with_padding_only(two_ranks, checkpoint, ep):
     batches = parity.make_batches(2, 3, tiny_models.VOCABULARY, all_padding_rank=1)
-    assert_parity(two_ranks.run(parity.compare, checkpoint("qwen3_moe"), ds_config(ep), batches))
+    assert_parity(two_ranks.run(parity.compare, checkpoint("qwen3_moe"), ds_config(ep, preset="qwen3_moe"), batches))
 
 
 @pytest.mark.parametrize("ep", [1, 2])
@@ -87,7 +87,7 @@ def test_bf16(two_ranks, checkpoint, ep):
     # Every expert is chosen: rounding cannot send a token to another expert, which would be no error but a jump.
     model = checkpoint("qwen3_moe", num_experts_per_tok=tiny_models.EXPERTS)
     batches = parity.make_batches(2, 3, tiny_models.VOCABULARY)
-    config = ds_config(ep, dtype="bf16")
+    config = ds_config(ep, dtype="bf16", preset="qwen3_moe")
     assert_parity(two_ranks.run(parity.compare, model, config, batches, dtype="bfloat16"), BF16_BOUND)
 
 
@@ -98,7 +98,7 @@ def test_every_preset(two_ranks, checkpoint, family):
     if preset not in PRESET_MODELS:
         pytest.skip(f"this DeepSpeed has no preset {preset}")
     batches = parity.make_batches(2, 3, tiny_models.VOCABULARY)
-    config = ds_config(2, block={"preset_model": preset})
+    config = ds_config(2, preset=preset)
     assert_parity(two_ranks.run(parity.compare, checkpoint(family), config, batches))
 
 
@@ -132,7 +132,7 @@ def test_experts_follow_the_scheduler(two_ranks, checkpoint, initialize):
 
 
 def _config_for(initialize):
-    config = ds_config(2)
+    config = ds_config(2, preset="qwen3_moe")
     if initialize is client_optimizer:
         del config["optimizer"]
     return config
@@ -143,7 +143,7 @@ def test_the_comparison_notices_a_wrong_expert(two_ranks, checkpoint):
     batches = parity.make_batches(2, 1, tiny_models.VOCABULARY)
     results = two_ranks.run(parity.compare,
                             checkpoint("qwen3_moe"),
-                            ds_config(2),
+                            ds_config(2, preset="qwen3_moe"),
                             batches,
                             engine_checkpoint=checkpoint("qwen3_moe", seed=1))
     with pytest.raises(AssertionError):

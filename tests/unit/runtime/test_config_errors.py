@@ -21,8 +21,10 @@ CASES = {
     "a boolean degree": (dict(autoep_size=True), {}, {}, ["expert_parallel.autoep_size", "True", "valid integer"]),
     "zero": (dict(autoep_size=0), {}, {}, ["expert_parallel.autoep_size", "0", "greater than or equal to 1"]),
     "does not divide N": (dict(autoep_size=3), {}, {}, ["expert_parallel.autoep_size", "3", "2 ranks", "[1, 2]"]),
-    "does not divide E": (dict(autoep_size=2), {}, {}, ["autoep_size=2", "num_experts=5", "[1, 5]"]),
-    "more than E": (dict(autoep_size=2), {}, {}, ["autoep_size=2", "num_experts=1"]),
+    "does not divide E": ({}, {}, {}, ["autoep_size: found 2", "model.layers.0.mlp.experts (E=5)", "allowed: 1"]),
+    "does not divide E of blocks": (dict(preset_model="qwen3_moe"), {}, {}, ["autoep_size=2", "num_experts=5"]),
+    "more than E": ({}, {}, {}, ["autoep_size: found 2", "model.layers.0.mlp.experts (E=1)", "allowed: 1"]),
+    "key of whole blocks": (dict(top_k=2), {}, {}, ["found top_k", "allowed: leaving them out, or preset_model"]),
     "unknown preset": (dict(preset_model="mistral"), {}, {}, ["expert_parallel.preset_model", "'mistral'", "mixtral"]),
     "unknown key": (dict(autoep_sise=2), {}, {}, ["expert_parallel.autoep_sise", "unknown key", "autoep_size"]),
     "bad choice": (dict(combine_impl="sum"), {}, {}, ["expert_parallel.combine_impl", "'sum'", "weighted_sum"]),
@@ -84,7 +86,11 @@ def initialize_whole_model(config, overrides):
 @pytest.mark.parametrize("case", CASES)
 def test_refused_on_every_rank(two_ranks, case):
     block, zero, top_level, wanted = CASES[case]
-    overrides = {"does not divide E": dict(num_experts=5), "more than E": dict(num_experts=1, num_experts_per_tok=1)}
+    overrides = {
+        "does not divide E": dict(num_experts=5),
+        "does not divide E of blocks": dict(num_experts=5),
+        "more than E": dict(num_experts=1, num_experts_per_tok=1)
+    }
     config = ds_config(2, block=block, zero=zero, **top_level)
     for error in two_ranks.errors(initialize_whole_model, config, overrides.get(case, {})):
         assert error.startswith("ValueError: "), error

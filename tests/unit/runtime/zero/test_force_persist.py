@@ -85,7 +85,13 @@ def gathers_per_step(checkpoint,
     """Train; return (gathers of routers in forward and backward, the same at the end of a step), by step."""
     import torch
 
-    config = ds_config(2, zero={**_RELEASE_AT_ONCE, **thresholds}, gradient_accumulation_steps=accumulation)
+    config = ds_config(2,
+                       zero={
+                           **_RELEASE_AT_ONCE,
+                           **thresholds
+                       },
+                       preset="qwen3_moe",
+                       gradient_accumulation_steps=accumulation)
     with engine_of(checkpoint, config) as engine:
         if checkpointing:
             engine.module.gradient_checkpointing_enable()
@@ -141,7 +147,7 @@ def persistent_names(checkpoint, thresholds, decide_in_init=False):
 
     with mock.patch.object(Init, "apply_param_persistence", decide_in_init), \
             mock.patch.object(Init, "param_persistence_threshold", 0), \
-            engine_of(checkpoint, ds_config(2, zero=thresholds)) as engine:
+            engine_of(checkpoint, ds_config(2, zero=thresholds, preset="qwen3_moe")) as engine:
         kept = {id(param) for param in engine.optimizer.persistent_parameters}
         named = list(engine.module.named_parameters())
         return ([name for name, param in named
@@ -183,7 +189,9 @@ def marks_of_a_router_with_biases():
             bias = module._buffers.pop("e_score_correction_bias")
             module.e_score_correction_bias = torch.nn.Parameter(bias)
             module.bias = torch.nn.Parameter(torch.zeros(tiny_models.EXPERTS))
-    engine = deepspeed.initialize(model=model, config=ds_config(2), model_parameters=model.parameters())[0]
+    engine = deepspeed.initialize(model=model,
+                                  config=ds_config(2, preset="qwen3_moe"),
+                                  model_parameters=model.parameters())[0]
     try:
         return [
             name for layer in autoep_layers(engine.module).values() for name, param in layer.router.named_parameters()

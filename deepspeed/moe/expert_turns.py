@@ -1,0 +1,94 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Layers with several experts modules, some of which a rank may not call: vision experts on a batch of text.
+
+The other ranks would wait for it for ever. Before such a module computes, all ranks agree which one is next; a rank
+that wants another one takes part without tokens and asks again, and at the end of the layer it does so until every
+rank is there. Layers with one experts module need none of this and pay nothing.
+"""
+import itertools
+import re
+from collections import defaultdict
+
+import torch
+
+import deepspeed.comm as dist
+from deepspeed.utils import groups
+
+
+def take_turns(model, experts_names):
+    """Let the experts modules that belong to one layer of ``model`` wait for each other."""
+    layers = defaultdict(list)
+    for name in experts_names:
+        match = re.match(r"(.*\.)?\d+\.", name)
+        layers[match and match.group()].append(name)
+    for names in layers.values():
+        if len(names) > 1 and (layer := _common_ancestor(names)) is not None:
+            Turns(model, layer, names)
+
+
+def _common_ancestor(names):
+    """The innermost module above all of ``names``, or None for one that is only a list of layers."""
+    parts = [name.split(".") for name in names]
+    shared = [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*parts))]
+    rest = [name[len(shared):] for name in parts]
+    return None if any(part.isdigit() for path in rest for part in path) else ".".join(shared)
+
+
+class Turns:
+    """Whose turn it is among the experts modules of one layer, on all ranks alike."""
+
+    def __init__(self, model, layer_name, experts_names):
+        self._experts = [model.get_submodule(name) for name in experts_names]
+        layer = model.get_submodule(layer_name)
+        self._branches = [layer.get_submodule(name[len(layer_name) + 1:].split(".")[0]) for name in experts_names]
+        for module in self._experts:
+            module.turns = self
+        self._begin()
+        layer.register_forward_pre_hook(lambda *_: self._begin())
+        layer.register_forward_hook(lambda layer, inputs, output: self._end(inputs, output), always_call=False)
+
+    def _begin(self):
+        self._called, self._joined, self._taking_part = set(), [], False
+
+    def wait_for(self, experts, hidden_states):
+        """Return when ``experts`` is next on all ranks; take part in what other ranks compute before."""
+        if not self._taking_part:
+            index = self._experts.index(experts)
+            self._called.add(index)
+            self._take_part_before(index, hidden_states)
+
+    def _take_part_before(self, index, hidden_states):
+        group = groups._get_data_parallel_group()
+        while True:
+            turn = torch.tensor(index, device=hidden_states.device)
+            dist.all_reduce(turn, op=dist.ReduceOp.MIN, group=group)
+            if turn.item() == index:
+                return
+            self._take_part(self._experts[turn.item()], hidden_states)
+
+    def _take_part(self, experts, hidden_states):
+        no_tokens = hidden_states.reshape(-1, hidden_states.shape[-1])[:0]
+        self._taking_part = True
+        try:
+            output = experts(no_tokens, no_tokens.new_zeros(0, 1, dtype=torch.int64), no_tokens.new_zeros(0, 1))
+        finally:
+            self._taking_part = False
+        self._joined.append(output.sum())
+
+    def _end(self, inputs, output):
+        """Take part until every rank has left the layer; the output then depends on what was taken part in."""
+        hidden_states = inputs[0]
+        self._take_part_before(len(self._experts), hidden_states)
+        if not self._joined:
+            return output
+        unused = {
+            id(param): param
+            for index, branch in enumerate(self._branches) if index not in self._called
+            for param in branch.parameters() if getattr(param, "ds_force_persist", False) and param.requires_grad
+        }
+        # Zeros, for the graph alone: gradients of experts and routers are reduced over ranks that used them.
+        zero = sum(self._joined) + sum(param.sum() * 0 for param in unused.values())
+        return (output[0] + zero, *output[1:]) if isinstance(output, tuple) else output + zero

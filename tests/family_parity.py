@@ -1,0 +1,194 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+"""Train a family's tiny model with its experts spread over ranks, and the unmodified model in one process.
+
+Every rank has a batch of its own. The reference's loss is the mean over the ranks' batches, as the engine's gradients
+are; nothing is concatenated, so that whatever a family computes per batch stays what it is.
+"""
+import contextlib
+from unittest import mock
+
+import torch
+
+import families
+from engines import ADAMW, autoep_layers
+from parity import gathered, relative_errors
+
+
+def compare_family(family, config, steps=2, sabotage=None, partitioned=False, dtype=torch.float32, make_inputs=None,
+                   recompute=False, **build_arguments):  # yapf: disable
+    """Run both on this rank and return the errors: ``loss``, ``input``, ``gradient``, ``weight`` and ``experts``.
+
+    Args:
+        sabotage: a key of ``SABOTAGE``, as a negative control.
+        partitioned: whether the model is partitioned by ``zero.Init`` before the engine is made.
+        make_inputs: ``make_inputs(model, rank, seed) -> dict`` instead of ``families.inputs``.
+        recompute: whether layers are recomputed in backward, by the engine only.
+        build_arguments: of ``families.build``.
+
+    ``experts`` is the number of experts modules that were replaced; the others are dicts of relative errors.
+    """
+    import deepspeed.comm as dist
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def batch(model, step, of_rank):
+        made = families.inputs(family, model, seed=100 + step * ranks + of_rank) if make_inputs is None else \
+            make_inputs(model, of_rank, 100 + step * ranks + of_rank)
+        cast = {key: value.to(dtype) for key, value in made.items()
+                if torch.is_tensor(value) and value.is_floating_point()}  # yapf: disable
+        return {**made, **cast}
+
+    reference = families.build(family, **build_arguments).to(dtype)
+    expected = _reference_steps(reference, steps, lambda step: [batch(reference, step, other) for other in range(ranks)])
+    with _engine(families.build(family, **build_arguments).to(dtype), config, partitioned, sabotage,
+                 recompute) as engine:
+        found = _engine_steps(engine, steps, lambda step: batch(engine.module, step, rank))
+        experts = len(autoep_layers(engine.module))
+    mine = [gradients[rank] for gradients in expected["input"]]
+    return {
+        "experts": experts,
+        "loss": {str(step): abs(a - b) / abs(b) for step, (a, b) in enumerate(zip(found["loss"], expected["loss"]))},
+        "input": {name: error for pair in zip(found["input"], mine)
+                  for name, error in relative_errors(*({"input": tensor} for tensor in pair)).items()},
+        "gradient": {f"{name}@{step}": error for step, gradients in enumerate(expected["gradient"])
+                     for name, error in relative_errors(found["gradient"][step], gradients).items()},
+        "weight": relative_errors(found["weight"], expected["weight"]),
+    }  # yapf: disable
+
+
+def _reference_steps(model, steps, batches):
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    masters = {name: param.detach().float().clone() for name, param in trained.items()}
+    optimizer = torch.optim.AdamW(masters.values(), **ADAMW)
+    seen = {"loss": [], "input": [], "gradient": []}
+    for step in range(steps):
+        losses, inputs = zip(*[_loss_and_input(model, batch) for batch in batches(step)])
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        seen["loss"].append(loss.item())
+        seen["input"].append([tensor.grad * len(losses) for tensor in inputs])
+        for name, param in trained.items():  # ZeRO steps with zeros where a parameter was not used
+            masters[name].grad = torch.zeros_like(masters[name]) if param.grad is None else param.grad.float()
+        seen["gradient"].append({name: master.grad.clone() for name, master in masters.items()})
+        optimizer.step()
+        with torch.no_grad():
+            for name, param in trained.items():
+                param.copy_(masters[name])
+        model.zero_grad()
+    return {**seen, "weight": masters}
+
+
+def _engine_steps(engine, steps, batch):
+    import deepspeed.comm as dist
+
+    seen = {"loss": [], "input": [], "gradient": []}
+    for step in range(steps):
+        loss, tensor = _loss_and_input(engine, batch(step))
+        engine.backward(loss)
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        seen["loss"].append(total.item() / dist.get_world_size())
+        seen["input"].append(tensor.grad)
+        seen["gradient"].append(gathered(engine.module, _gradient))
+        engine.step()
+    return {**seen, "weight": gathered(engine.module, _weight)}
+
+
+def _loss_and_input(model, batch):
+    """The loss of one batch, and the tensor at the model's entry whose gradient is compared."""
+    entered = [tensor for tensor in batch.values() if torch.is_tensor(tensor) and tensor.is_floating_point()]
+    if entered:
+        return families.scalar_loss(model(**{key: _leaf(value, entered[0]) for key, value in batch.items()})), entered[0]
+
+    def keep(module, args, output):
+        output.retain_grad()
+        entered.append(output)
+
+    embedding = getattr(model, "module", model).get_input_embeddings()
+    hook = embedding.register_forward_hook(keep)
+    try:
+        return families.scalar_loss(model(**batch)), entered[0]
+    finally:
+        hook.remove()
+
+
+def _leaf(value, entry):
+    return value.requires_grad_() if value is entry else value
+
+
+def _gradient(param):
+    from deepspeed.utils import safe_get_full_grad
+
+    found = safe_get_full_grad(param)
+    if found is None:  # no ZeRO, or not used
+        found = torch.zeros(param.shape) if param.grad is None else param.grad
+    return found
+
+
+def _weight(param):
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found = safe_get_full_fp32_param(param)
+    return param.detach() if found is None else found
+
+
+@contextlib.contextmanager
+def _engine(model, config, partitioned, sabotage, recompute):
+    import gc
+
+    import deepspeed
+
+    with contextlib.ExitStack() as stack:
+        if sabotage is not None:
+            stack.enter_context(SABOTAGE[sabotage]())
+        if partitioned:
+            deepspeed.zero.Init(module=model, config_dict_or_path=config)
+        if recompute:
+            model.train().gradient_checkpointing_enable()
+        trained = [param for param in model.parameters() if param.requires_grad]
+        engine = deepspeed.initialize(model=model, config=config, model_parameters=trained)[0]
+        engine.train(recompute)
+        try:
+            yield engine
+        finally:
+            engine.destroy()
+            del engine, model, trained
+            gc.collect()
+
+
+def _dispatch(change):
+    """Dispatch with ``change(tokens, indices, weights)`` in place of what the block passed."""
+    from deepspeed.module_inject import experts_only
+
+    dispatched = experts_only.dispatched_forward
+
+    def changed(compute, tokens, indices, weights, *args):
+        return dispatched(compute, *change(tokens, indices, weights), *args)
+
+    return mock.patch.object(experts_only, "dispatched_forward", changed)
+
+
+def _without_one_pair(tokens, indices, weights):
+    kept = torch.ones_like(weights)
+    kept[0, 0] = 0
+    return tokens, indices, weights * kept
+
+
+def _swapped_shards():
+    from deepspeed.module_inject import experts_only
+
+    slice_of = experts_only._slice_of
+
+    def other_slice(param, start, count):
+        return slice_of(param, param.shape[0] - count - start, count)
+
+    return mock.patch.object(experts_only, "_slice_of", other_slice)
+
+
+SABOTAGE = {
+    "swapped shards": _swapped_shards,
+    "one dropped pair": lambda: _dispatch(_without_one_pair),
+    "detached tokens": lambda: _dispatch(lambda tokens, indices, weights: (tokens.detach(), indices, weights)),
+    "detached routing weights": lambda: _dispatch(lambda tokens, indices, weights: (tokens, indices, weights.detach())),
+}
