@@ -101,12 +101,12 @@ def _print_families(matrix):
     from rich.markup import escape
     from rich.table import Table
 
-    works = Table(title="largest relative error", title_justify="right")
+    works = Table()
     works.add_column("family", overflow="fold")
-    for column in ("experts modules", *family_matrix.ERRORS):
+    for column in ("experts modules", *[f"{kind} error" for kind in family_matrix.ERRORS]):
         works.add_column(column, justify="right")
     for name, found in matrix["families"].items():
-        errors = [f"{found[kind]:.0e}" for kind in family_matrix.ERRORS]
+        errors = [f"{found[kind]:.0g}" for kind in family_matrix.ERRORS]
         works.add_row(name, str(found["experts"]), *errors)
     refused = Table()
     for column in ("refused", "why"):
@@ -117,7 +117,7 @@ def _print_families(matrix):
 
 
 def _add_families(commands):
-    parser = commands.add_parser("families", help="list the model families that work, as tested, and those that cannot")
+    parser = commands.add_parser("families", help="list model families that work, as tested, and those that cannot")
     parser.add_argument("--json", action="store_true", help="print the record of the test run")
 
 

@@ -5,7 +5,6 @@
 ``python -m deepspeed_autoep.family_matrix README.md`` rewrites the section (``make families``).
 """
 import json
-import platform
 import sys
 import textwrap
 from importlib.metadata import version
@@ -35,9 +34,8 @@ def read(path=None) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        found = "no such file" if isinstance(error, FileNotFoundError) else error
-        raise MatrixError(f"{path}: found {found}; it comes with the package: install it again, or in a checkout run "
-                          "make test-families") from None
+        raise MatrixError(f"cannot read {path} ({error}); it comes with the package, and make test-families in a "
+                          "checkout writes it") from None
 
 
 def write(results: dict, refused: dict, path=IN_CHECKOUT) -> None:
@@ -49,7 +47,7 @@ def write(results: dict, refused: dict, path=IN_CHECKOUT) -> None:
         path: the checkout's record by default, seen from the working directory.
     """
     tested = {name: version(name).partition("+")[0] for name in PACKAGES}
-    tested["python"] = ".".join(platform.python_version_tuple()[:2])
+    tested["python"] = "{}.{}".format(*sys.version_info)
     families = {name: _rounded(found) for name, found in sorted(results.items())}
     matrix = dict(tested=tested, how=HOW, families=families, refused=dict(sorted(refused.items())))
     Path(path).write_text(dumps(matrix), encoding="utf-8")
@@ -57,7 +55,7 @@ def write(results: dict, refused: dict, path=IN_CHECKOUT) -> None:
 
 def _rounded(found):
     # The last digits differ from run to run, and would make every line of the record differ.
-    return {**{kind: float(f"{found[kind]:.0e}") for kind in ERRORS}, "experts": found["experts"]}
+    return {**{kind: float(f"{found[kind]:.0g}") for kind in ERRORS}, "experts": found["experts"]}
 
 
 def dumps(matrix: dict) -> str:
@@ -85,13 +83,13 @@ def markdown(matrix: dict) -> str:
     """README's section: the summary, the largest errors, the names, and what is refused and why."""
     models = matrix["families"]
     worst = {kind: max(models, key=lambda name: models[name][kind]) for kind in ERRORS}
-    largest = ", ".join(f"{kind} {models[name][kind]:.0e} ({name})" for kind, name in worst.items())
+    largest = ", ".join(f"{kind} {models[name][kind]:.0g} ({name})" for kind, name in worst.items())
     alike = {}
     for name, reason in matrix["refused"].items():
         alike.setdefault(reason, []).append(name)
     return "\n\n".join([
-        _wrapped(f"**{summary(matrix)}** Largest relative error against the unmodified model in one process: {largest}. "
-                 "`ds_autoep families` prints all of them."),
+        _wrapped(f"**{summary(matrix)}** Largest relative error against the unmodified model in one process: "
+                 f"{largest}. `ds_autoep families` prints all of them."),
         _wrapped(f"{', '.join(models)}. After a colon: another model of the family, or inputs that use more experts."),
         "Refused, with the reason in the error:",
         "\n".join(_wrapped(f"* {', '.join(names)}: {reason}", indent="  ") for reason, names in alike.items()),

@@ -40,7 +40,8 @@ def compare_family(family, config, steps=2, sabotage=None, partitioned=False, dt
         return {**made, **cast}
 
     reference = families.build(family, **build_arguments).to(dtype)
-    expected = _reference_steps(reference, steps, lambda step: [batch(reference, step, other) for other in range(ranks)])
+    expected = _reference_steps(reference, steps,
+                                lambda step: [batch(reference, step, other) for other in range(ranks)])
     with _engine(families.build(family, **build_arguments).to(dtype), config, partitioned, sabotage,
                  recompute) as engine:
         found = _engine_steps(engine, steps, lambda step: batch(engine.module, step, rank))
@@ -99,7 +100,10 @@ def _loss_and_input(model, batch):
     """The loss of one batch, and the tensor at the model's entry whose gradient is compared."""
     entered = [tensor for tensor in batch.values() if torch.is_tensor(tensor) and tensor.is_floating_point()]
     if entered:
-        return families.scalar_loss(model(**{key: _leaf(value, entered[0]) for key, value in batch.items()})), entered[0]
+        return families.scalar_loss(model(**{
+            key: _leaf(value, entered[0])
+            for key, value in batch.items()
+        })), entered[0]
 
     def keep(module, args, output):
         output.retain_grad()
@@ -190,5 +194,6 @@ SABOTAGE = {
     "swapped shards": _swapped_shards,
     "one dropped pair": lambda: _dispatch(_without_one_pair),
     "detached tokens": lambda: _dispatch(lambda tokens, indices, weights: (tokens.detach(), indices, weights)),
-    "detached routing weights": lambda: _dispatch(lambda tokens, indices, weights: (tokens, indices, weights.detach())),
+    "detached routing weights": lambda: _dispatch(lambda tokens, indices, weights:
+                                                  (tokens, indices, weights.detach())),
 }

@@ -5,30 +5,11 @@
 """Finding the MoE layers of a model."""
 from deepspeed.module_inject import auto_ep_layer
 from deepspeed.module_inject.experts_only import ExpertsSpec, find_experts, replace_experts
+from deepspeed.moe.experts_interface import refuse_unsupported_family
 from deepspeed_autoep.extension import extends
 
 # Each of these keys selects the whole-block way; without them the experts alone are replaced.
 WHOLE_BLOCK_NAMES = ("preset_model", "moe_layer_pattern", "expert_pattern", "router_pattern", "expert_w1", "expert_w2")
-
-_NO_DISPATCH = "its experts take rows that the block has sorted or masked, not tokens with expert numbers"
-_LINEARS = "each of its experts is a module of its own, in a dictionary or list with another forward"
-UNSUPPORTED_FAMILIES = {
-    **dict.fromkeys(("llama4", "llama4_text"), "every expert computes every token, there is nothing to dispatch"),
-    **dict.fromkeys(("jetmoe", "vitpose", "vitpose_backbone"), _NO_DISPATCH),
-    **dict.fromkeys(("nllb-moe", "switch_transformers"), _LINEARS),
-    "longcat_flash": "its gate_up_proj has rows for experts that compute nothing, its down_proj has none for them",
-    "dbrx": "its experts' weights are one matrix without a dimension of experts",
-    "doge": "its experts are rows of two embeddings",
-}
-
-
-def _refuse_unsupported_family(model):
-    configs = (getattr(module, "config", None) for module in model.modules())
-    for model_type in dict.fromkeys(getattr(config, "model_type", None) for config in configs):
-        if model_type in UNSUPPORTED_FAMILIES:
-            raise ValueError(f"expert_parallel.enabled: found a model of type {model_type!r}, whose experts cannot be "
-                             f"spread: {UNSUPPORTED_FAMILIES[model_type]}; allowed: a family on the experts interface "
-                             "of Transformers. For a plain ZeRO run set enabled to false.")
 
 
 @extends("AutoEP.ep_parser",
@@ -39,7 +20,7 @@ def find_experts_only(self):
         return find_experts_only.original(self)
     specs = find_experts(self.model)
     if not specs:
-        _refuse_unsupported_family(self.model)
+        refuse_unsupported_family(self.model)
     return specs or find_experts_only.original(self)
 
 

@@ -24,6 +24,7 @@ from deepspeed.moe.expert_turns import take_turns
 from deepspeed.moe.experts_interface import (check_experts_module, expert_parameters, is_experts_module,
                                              router_parameters)
 from deepspeed.runtime.zero.expert_partitioning import construct_partitioned, experts_born_partitioned
+from deepspeed.runtime.zero.persistence import gather_persistent, untrace
 from deepspeed.utils import groups
 
 # What the expert_parallel block may say; its other keys are about the routing and computing of a replaced block.
@@ -71,6 +72,7 @@ class ExpertParallelExperts(AutoEPMoELayer):
         """``[..., H]`` of this rank's tokens, computed by the experts of all ranks of the EP group."""
         if self.turns is not None:
             self.turns.wait_for(self, hidden_states)
+        gather_persistent(param for child in self.children() for param in child.parameters())
         local = self._local_experts()
 
         def compute(*routed):  # of the class: hooks and this forward belong to the module as a whole
@@ -192,9 +194,7 @@ def _convert(module, spec, slices, ep_size, ep_rank):
     # The activation, and the norm after the experts: called once per expert that has rows, on this rank alone. So they
     # must not be gathered on demand.
     for inside in list(module.modules())[1:]:
-        inside.ds_untraced = True
-        for param in inside.parameters():
-            param.ds_force_persist = True
+        untrace(inside)
     family = type(module)
     module.__class__ = type(f"ExpertParallel{family.__name__}", (ExpertParallelExperts, family), {})
     module.family_class = family

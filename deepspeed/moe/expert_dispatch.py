@@ -27,7 +27,7 @@ def dispatched_forward(compute, hidden_states, indices_TK, weights_TK, num_exper
         Tensor: shape and dtype of ``hidden_states``, contiguous. Sums over K are in the promoted dtype.
     """
     tokens_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-    indices_TK = indices_TK.reshape(tokens_TH.shape[0], -1)
+    indices_TK = indices_TK.reshape(-1, indices_TK.shape[-1])
     weights_TK = weights_TK.reshape(indices_TK.shape)
     foreign_TK = (indices_TK < 0) | (indices_TK >= num_experts)
     if dist.get_world_size(group=group) == 1:

@@ -15,6 +15,7 @@ from collections import defaultdict
 import torch
 
 import deepspeed.comm as dist
+from deepspeed.runtime.zero.persistence import force_persist, gather_persistent, untrace
 from deepspeed.utils import groups
 
 
@@ -46,19 +47,23 @@ class Turns:
         self._branches = [layer.get_submodule(name[len(layer_name) + 1:].split(".")[0]) for name in experts_names]
         for module in self._experts:
             module.turns = self
-        self._begin()
+        inside = {id(module) for experts in self._experts for module in experts.modules()}
+        for branch in self._branches:
+            for module in branch.modules():
+                if id(module) not in inside:
+                    untrace(module)
+        self._joined, self._taking_part = [], False
         layer.register_forward_pre_hook(lambda *_: self._begin())
-        layer.register_forward_hook(lambda layer, inputs, output: self._end(inputs, output), always_call=False)
+        layer.register_forward_hook(lambda layer, inputs, output: self._end(inputs, output))
 
     def _begin(self):
-        self._called, self._joined, self._taking_part = set(), [], False
+        self._joined = []
+        gather_persistent(param for branch in self._branches for param in branch.parameters() if force_persist(param))
 
     def wait_for(self, experts, hidden_states):
         """Return when ``experts`` is next on all ranks; take part in what other ranks compute before."""
         if not self._taking_part:
-            index = self._experts.index(experts)
-            self._called.add(index)
-            self._take_part_before(index, hidden_states)
+            self._take_part_before(self._experts.index(experts), hidden_states)
 
     def _take_part_before(self, index, hidden_states):
         group = groups._get_data_parallel_group()
@@ -67,28 +72,26 @@ class Turns:
             dist.all_reduce(turn, op=dist.ReduceOp.MIN, group=group)
             if turn.item() == index:
                 return
-            self._take_part(self._experts[turn.item()], hidden_states)
+            self._take_part(turn.item(), hidden_states)
 
-    def _take_part(self, experts, hidden_states):
+    def _take_part(self, index, hidden_states):
         no_tokens = hidden_states.reshape(-1, hidden_states.shape[-1])[:0]
+        # The router of those who have tokens gets its gradient after the experts: so must it here, where it is zero.
+        routers = [
+            param for param in self._branches[index].parameters() if force_persist(param) and param.requires_grad
+        ]
+        weights = no_tokens.new_zeros(0, 1) + sum(param.sum() * 0 for param in routers)
         self._taking_part = True
         try:
-            output = experts(no_tokens, no_tokens.new_zeros(0, 1, dtype=torch.int64), no_tokens.new_zeros(0, 1))
+            output = self._experts[index](no_tokens, no_tokens.new_zeros(0, 1, dtype=torch.int64), weights)
         finally:
             self._taking_part = False
         self._joined.append(output.sum())
 
     def _end(self, inputs, output):
         """Take part until every rank has left the layer; the output then depends on what was taken part in."""
-        hidden_states = inputs[0]
-        self._take_part_before(len(self._experts), hidden_states)
+        self._take_part_before(len(self._experts), inputs[0])
         if not self._joined:
             return output
-        unused = {
-            id(param): param
-            for index, branch in enumerate(self._branches) if index not in self._called
-            for param in branch.parameters() if getattr(param, "ds_force_persist", False) and param.requires_grad
-        }
-        # Zeros, for the graph alone: gradients of experts and routers are reduced over ranks that used them.
-        zero = sum(self._joined) + sum(param.sum() * 0 for param in unused.values())
-        return (output[0] + zero, *output[1:]) if isinstance(output, tuple) else output + zero
+        joined = sum(self._joined)  # of nothing: zero, for the graph alone
+        return (output[0] + joined, *output[1:]) if isinstance(output, tuple) else output + joined

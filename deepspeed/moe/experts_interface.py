@@ -13,6 +13,17 @@ import torch
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm", "_is_expert_parallel")
 
+_NO_DISPATCH = "its experts take rows that the block has sorted or masked, not tokens with expert numbers"
+_LINEARS = "each of its experts is a module of its own, in a dictionary or list with another forward"
+UNSUPPORTED_FAMILIES = {
+    **dict.fromkeys(("llama4", "llama4_text"), "every expert computes every token, there is nothing to dispatch"),
+    **dict.fromkeys(("jetmoe", "vitpose", "vitpose_backbone"), _NO_DISPATCH),
+    **dict.fromkeys(("nllb-moe", "switch_transformers"), _LINEARS),
+    "longcat_flash": "its gate_up_proj has rows for experts that compute nothing, its down_proj has none for them",
+    "dbrx": "its experts' weights are one matrix without a dimension of experts",
+    "doge": "its experts are rows of two embeddings",
+}
+
 
 def is_experts_module(module):
     """Whether ``module`` computes experts by Transformers' contract: ``forward(tokens, top_k_index, top_k_weights)``.
@@ -59,25 +70,38 @@ def expert_parameters(module, name):
             raise ValueError(f"expert_parallel: found {name}.{key} {'missing' if shape is None else tuple(shape)}; "
                              f"allowed: {expected} dimensions, the first of num_experts={module.num_experts}")
         if not found[key].is_floating_point() or found[key].element_size() < 2:
-            raise ValueError(f"expert_parallel: found {name}.{key} of {found[key].dtype}; allowed: weights that can be "
-                             "trained (float32, bfloat16, float16), not quantized ones")
+            raise ValueError(
+                f"expert_parallel: found {name}.{key} of {found[key].dtype}; allowed: weights that can be "
+                "trained (float32, bfloat16, float16), not quantized ones")
     for key in set(found) - set(dims):
         if _shape(found[key])[:1] == (module.num_experts, ):
-            raise ValueError(f"expert_parallel: found {name}.{key} {tuple(_shape(found[key]))}, a tensor per expert that "
-                             f"the experts interface does not know; allowed: {', '.join(dims)} (scales of quantized "
-                             "experts cannot be split)")
+            raise ValueError(
+                f"expert_parallel: found {name}.{key} {tuple(_shape(found[key]))}, a tensor per expert that "
+                f"the experts interface does not know; allowed: {', '.join(dims)} (scales of quantized "
+                "experts cannot be split)")
     return {key: getattr(module, key) for key in dims}
 
 
 def check_experts_module(module, name):
     """Raise ValueError when somebody else has changed how an experts module is called or split."""
     if getattr(module, "_is_expert_parallel", False):
-        raise ValueError(f"expert_parallel: found {name} with Transformers' own expert parallelism on; allowed: one of "
-                         "the two. Load the model without a distributed_config or tp_plan that splits the experts.")
+        raise ValueError(
+            f"expert_parallel: found {name} with Transformers' own expert parallelism on; allowed: one of "
+            "the two. Load the model without a distributed_config or tp_plan that splits the experts.")
     if "forward" in vars(module) or hasattr(module, "_hf_hook"):
         raise ValueError(f"expert_parallel: found {name} with a forward that was replaced on the instance, as "
                          "Accelerate's device_map does; allowed: the class's own forward. Load the model without "
                          "device_map.")
+
+
+def refuse_unsupported_family(model):
+    """Raise ValueError for a model of a MoE family that does not use the experts interface, and say why."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    for model_type in dict.fromkeys(getattr(config, "model_type", None) for config in configs):
+        if model_type in UNSUPPORTED_FAMILIES:
+            raise ValueError(f"expert_parallel.enabled: found a model of type {model_type!r}, whose experts cannot be "
+                             f"spread: {UNSUPPORTED_FAMILIES[model_type]}; allowed: a family on the experts interface "
+                             "of Transformers. For a plain ZeRO run set enabled to false.")
 
 
 def router_parameters(model, experts_name):

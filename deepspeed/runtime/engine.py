@@ -49,9 +49,10 @@ def _check_model(engine, model):
 def _refuse_keys_of_blocks(block):
     unused = sorted(set(block) - EXPERTS_ONLY_KEYS)
     if unused:
-        raise ValueError(f"expert_parallel: found {', '.join(unused)}, of DeepSpeed's replacement of whole MoE blocks, "
-                         "while only the experts of this model are replaced; allowed: leaving them out, or "
-                         "preset_model to replace whole blocks")
+        raise ValueError(
+            f"expert_parallel: found {', '.join(unused)}, of DeepSpeed's replacement of whole MoE blocks, "
+            "while only the experts of this model are replaced; allowed: leaving them out, or "
+            "preset_model to replace whole blocks")
 
 
 @extends("DeepSpeedEngine._configure_expert_parallel",
@@ -126,9 +127,10 @@ def _experts_like_any_parameter(engine, operation):
         yield
         return
     if not engine.zero_optimization_partition_weights():
-        raise NotImplementedError(f"{operation}: found zero_optimization.stage={engine.zero_optimization_stage()} with "
-                                  "expert parallelism of the experts only; allowed: stage 3, or "
-                                  "expert_parallel.preset_model to replace whole blocks")
+        raise NotImplementedError(
+            f"{operation}: found zero_optimization.stage={engine.zero_optimization_stage()} with "
+            "expert parallelism of the experts only; allowed: stage 3, or "
+            "expert_parallel.preset_model to replace whole blocks")
     moe_layers, engine.has_moe_layers = engine.has_moe_layers, False
     try:
         with local_state():

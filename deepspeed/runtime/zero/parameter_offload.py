@@ -6,7 +6,7 @@
 import contextlib
 
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
-from deepspeed.runtime.zero.persistence import force_persist
+from deepspeed.runtime.zero.persistence import force_persist, is_untraced
 from deepspeed.utils import z3_leaf_module
 from deepspeed_autoep.extension import extends
 
@@ -70,7 +70,10 @@ def post_sub_module_backward_function(self, sub_module):
 
 @extends("DeepSpeedZeRoOffload._register_deepspeed_module",
          feature="experts-only",
-         why="a module inside the experts runs as often as experts have rows: its trace would differ between ranks")
+         why="what some ranks call more often than others would make their traces of modules differ, and stop them")
 def register_deepspeed_module(self, module, count=[0]):
-    if not getattr(module, "ds_untraced", False):
-        register_deepspeed_module.original(self, module, count)
+    if not is_untraced(module):
+        return register_deepspeed_module.original(self, module, count)
+    for child in module.children():
+        count[0] += 1
+        self._register_deepspeed_module(child, count=count)

@@ -54,7 +54,8 @@ def test_files(wheel):
     ours = [str(path) for path in sources("deepspeed_autoep")]
     overlay = [f"deepspeed_autoep/{path}" for path in sources("deepspeed")]
     others = [name for name in files_of(wheel) if ".dist-info/" not in name]
-    assert overlay and sorted(others) == sorted(ours + overlay + ["deepspeed_autoep.pth"])
+    data = ["deepspeed_autoep.pth", "deepspeed_autoep/families.json"]
+    assert overlay and sorted(others) == sorted(ours + overlay + data)
 
 
 def test_metadata(wheel):

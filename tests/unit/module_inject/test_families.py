@@ -17,16 +17,26 @@ from family_parity import SABOTAGE, compare_family
 from ranks import rank_group
 
 FLOAT32_BOUND = 1e-5
-# A gradient that is (almost) zero by construction has fewer digits than what it is summed from: hyper-connections.
-BOUNDS = {"deepseek_v4": 5e-5, "hy_v4": 5e-5, "hy_v4_vl": 5e-5, "inkling2_loop": 5e-5}
+# Their own rounding is larger. The unmodified model's float32 gradients differ from its float64 ones by 2.7e-4 in
+# lara_mini, 1.2e-4 in qwen3_5_moe, 4e-5 in mistral_large4, hy_v4 and hy_v4_vl; in the others by 5e-6 in the first
+# step, and AdamW makes more of it for the second.
+BOUNDS = {
+    "lara_mini": 1e-4,
+    **dict.fromkeys([
+        "qwen3_5_moe", "mistral_large4", "hy_v4", "hy_v4_vl", "granitemoeshared", "inkling2_loop", "deepseek_v4",
+        "dots3_note:vision"
+    ], 5e-5)
+}  # yapf: disable
 # Rounding to 8 bits in another order; a router's gradient is a difference of nearly equal expert outputs, and a weight
 # that began at zero is nothing but its updates.
 BF16_BOUND = {"loss": 1e-2, "input": 0.2, "gradient": 0.3, "weight": 0.15}
 
 # Biases and transposed weights; no gate; a norm after the experts; sliding windows and shared experts; a router in
 # the decoder layer; experts that are skipped; a state-space model; two experts modules in a layer, tied ones, ...
-DOZEN = ["gpt_oss", "nemotron_h", "muse_spark", "openai_privacy_filter", "mixtral", "qwen3_moe", "deepseek_v3", "gemma4",
-         "zaya", "ernie4_5_vl_moe:both", "diffusion_gemma:full", "dots3_note:vision", "step3p7"]  # yapf: disable
+DOZEN = [
+    "gpt_oss", "nemotron_h", "muse_spark", "openai_privacy_filter", "mixtral", "qwen3_moe", "deepseek_v3", "gemma4",
+    "zaya", "ernie4_5_vl_moe:both", "diffusion_gemma:full", "dots3_note:vision", "step3p7"
+]
 
 two_ranks, four_ranks = rank_group(2), rank_group(4)
 
@@ -37,7 +47,7 @@ def matrix():
     found = {}
     yield found
     if os.environ.get("DS_AUTOEP_RECORD_FAMILIES"):
-        from deepspeed.module_inject.auto_ep import UNSUPPORTED_FAMILIES
+        from deepspeed.moe.experts_interface import UNSUPPORTED_FAMILIES
         from deepspeed_autoep import family_matrix
         family_matrix.write(found, UNSUPPORTED_FAMILIES)
 
