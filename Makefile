@@ -7,7 +7,7 @@ export LOCAL_SIZE ?= 8
 export DS_ACCELERATOR ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup setup-floor demo test test-newest test-floor test-transformers-floor test-slow test-families families bench-init bench-plan bench-memory bench-startup lint clean
+.PHONY: setup setup-floor demo test test-newest test-floor test-transformers-floor test-slow test-families families bench-init bench-ways bench-plan bench-memory bench-startup lint clean
 
 setup: .venv/.overlay
 setup-floor: .venv-floor/.overlay
@@ -59,6 +59,9 @@ bench-init: setup setup-floor
 	.venv-floor/bin/python benchmarks/init.py
 	.venv/bin/python benchmarks/init.py --ranks 2 4 8 --plot docs/init-memory.png
 	.venv/bin/python benchmarks/init.py --shape qwen3-30b --ep 2
+
+bench-ways: setup
+	.venv/bin/python benchmarks/ways.py
 
 bench-plan: setup
 	.venv/bin/python benchmarks/plan.py

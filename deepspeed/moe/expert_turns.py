@@ -54,7 +54,7 @@ class Turns:
                     untrace(module)
         self._joined, self._taking_part = [], False
         layer.register_forward_pre_hook(lambda *_: self._begin())
-        layer.register_forward_hook(lambda layer, inputs, output: self._end(inputs, output))
+        layer.register_forward_hook(lambda layer, *called: self._end(*called), with_kwargs=True)
 
     def _begin(self):
         self._joined = []
@@ -88,10 +88,13 @@ class Turns:
             self._taking_part = False
         self._joined.append(output.sum())
 
-    def _end(self, inputs, output):
+    def _end(self, args, kwargs, output):
         """Take part until every rank has left the layer; the output then depends on what was taken part in."""
-        self._take_part_before(len(self._experts), inputs[0])
-        if not self._joined:
-            return output
-        joined = sum(self._joined)  # of nothing: zero, for the graph alone
-        return (output[0] + joined, *output[1:]) if isinstance(output, tuple) else output + joined
+        hidden_states = next(value for value in (*args, *kwargs.values())
+                             if torch.is_tensor(value) and value.is_floating_point())  # yapf: disable
+        self._take_part_before(len(self._experts), hidden_states)
+        first = output[0] if isinstance(output, tuple) else output
+        # The factor is a tensor kept for backward. Recomputing a layer stops where the last such tensor is made, which
+        # would be a place inside the layer, another one on every rank, and some would wait for others here.
+        first = first * first.new_ones(()) + sum(self._joined)  # of no tokens: zero, for the graph alone
+        return (first, *output[1:]) if isinstance(output, tuple) else first
