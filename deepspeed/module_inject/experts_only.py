@@ -59,7 +59,6 @@ class ExpertParallelExperts(AutoEPMoELayer):
     to everybody else. Outside this class ``num_experts`` is the number of all experts; only the family's forward sees
     the local number (``_local_experts``).
     """
-    turns = None  # set where a layer has several experts modules, see expert_turns
 
     def set_deepspeed_parallelism(self, *args, **kwargs):
         """Nothing to bind: the groups are looked up by name."""
@@ -70,8 +69,6 @@ class ExpertParallelExperts(AutoEPMoELayer):
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """``[..., H]`` of this rank's tokens, computed by the experts of all ranks of the EP group."""
-        if self.turns is not None:
-            self.turns.wait_for(self, hidden_states)
         gather_persistent(param for child in self.children() for param in child.parameters())
         local = self._local_experts()
 

@@ -38,6 +38,10 @@ def _common_ancestor(names):
     return None if any(part.isdigit() for path in rest for part in path) else ".".join(shared)
 
 
+def _tokens(args, kwargs):
+    return next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value) and value.is_floating_point())
+
+
 class Turns:
     """Whose turn it is among the experts modules of one layer, on all ranks alike."""
 
@@ -45,8 +49,8 @@ class Turns:
         self._experts = [model.get_submodule(name) for name in experts_names]
         layer = model.get_submodule(layer_name)
         self._branches = [layer.get_submodule(name[len(layer_name) + 1:].split(".")[0]) for name in experts_names]
-        for module in self._experts:
-            module.turns = self
+        for module in self._experts:  # before ZeRO-3's own hook, which waits for the ranks that hold the same experts
+            module.register_forward_pre_hook(self._wait_for, with_kwargs=True)
         inside = {id(module) for experts in self._experts for module in experts.modules()}
         for branch in self._branches:
             for module in branch.modules():
@@ -60,10 +64,10 @@ class Turns:
         self._joined = []
         gather_persistent(param for branch in self._branches for param in branch.parameters() if force_persist(param))
 
-    def wait_for(self, experts, hidden_states):
+    def _wait_for(self, experts, args, kwargs):
         """Return when ``experts`` is next on all ranks; take part in what other ranks compute before."""
         if not self._taking_part:
-            self._take_part_before(self._experts.index(experts), hidden_states)
+            self._take_part_before(self._experts.index(experts), _tokens(args, kwargs))
 
     def _take_part_before(self, index, hidden_states):
         group = groups._get_data_parallel_group()
@@ -90,9 +94,7 @@ class Turns:
 
     def _end(self, args, kwargs, output):
         """Take part until every rank has left the layer; the output then depends on what was taken part in."""
-        hidden_states = next(value for value in (*args, *kwargs.values())
-                             if torch.is_tensor(value) and value.is_floating_point())  # yapf: disable
-        self._take_part_before(len(self._experts), hidden_states)
+        self._take_part_before(len(self._experts), _tokens(args, kwargs))
         first = output[0] if isinstance(output, tuple) else output
         # The factor is a tensor kept for backward. Recomputing a layer stops where the last such tensor is made, which
         # would be a place inside the layer, another one on every rank, and some would wait for others here.

@@ -190,7 +190,7 @@ def marks_of_a_router_with_biases():
             module.e_score_correction_bias = torch.nn.Parameter(bias)
             module.bias = torch.nn.Parameter(torch.zeros(tiny_models.EXPERTS))
     engine = deepspeed.initialize(model=model,
-                                  config=ds_config(2, preset="qwen3_moe"),
+                                  config=ds_config(2, preset="deepseek_v3"),
                                   model_parameters=model.parameters())[0]
     try:
         return [
