@@ -13,10 +13,6 @@ from contextvars import ContextVar
 
 import torch
 
-from deepspeed.checkpoint.autoep_affine import (autoep_experts_for_rank, autoep_placement_to_affine_map,
-                                                legacy_uniform_autoep_placement_descriptor)
-from deepspeed.checkpoint.constants import (AFFINE_MAP, AUTOEP_EXPERT_PLACEMENT, AUTOEP_PARAM_EP_RANK,
-                                            AUTOEP_PARAM_LOCAL_EXPERTS, AUTOEP_PARAM_LOGICAL_SHAPE, DS_AUTOEP_UC_META)
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.expert_dispatch import dispatched_forward
 from deepspeed.moe.expert_layout import identity_layout
@@ -158,7 +154,7 @@ def _sliced(sources, spec, ep_size, ep_rank):
             slices = {name: _slice_of(param, ep_rank * local, local) for name, param in sources.items()}
     for name, param in slices.items():
         param.requires_grad_(sources[name].requires_grad)
-        _tag(param, shapes[name], ep_size, ep_rank)
+        _tag(param, ep_size)
     return slices
 
 
@@ -169,20 +165,11 @@ def _slice_of(param, start, count):
         return torch.nn.Parameter(param.data[start:start + count].clone())
 
 
-def _tag(param, shape, ep_size, ep_rank):
-    """Say what DeepSpeed asks of an expert parameter: gradient reduction, partition group, place in a checkpoint."""
+def _tag(param, ep_size):
+    """Say what DeepSpeed asks of an expert parameter: over which ranks it is partitioned and its gradient reduced."""
     param.allreduce = False
     param.group_name = param.ds_zero_partition_group_name = f"ep_size_{ep_size}"
     param.ds_zero_placement_family = "autoep_expert"
-    placement = legacy_uniform_autoep_placement_descriptor(shape[0], shape[0] // ep_size, ep_size)
-    setattr(
-        param, DS_AUTOEP_UC_META, {
-            AUTOEP_EXPERT_PLACEMENT: placement,
-            AFFINE_MAP: autoep_placement_to_affine_map(placement, list(shape)).to_dict(),
-            AUTOEP_PARAM_LOGICAL_SHAPE: list(shape),
-            AUTOEP_PARAM_EP_RANK: ep_rank,
-            AUTOEP_PARAM_LOCAL_EXPERTS: list(autoep_experts_for_rank(placement, ep_rank)),
-        })
 
 
 def _convert(module, spec, slices, ep_size, ep_rank):
@@ -199,5 +186,3 @@ def _convert(module, spec, slices, ep_size, ep_rank):
         module.register_state_dict_pre_hook(_refuse_state_dict)
     module.ep_size, module.ep_rank, module.ep_group_name = ep_size, ep_rank, f"ep_size_{ep_size}"
     module.num_local_experts = spec.num_experts // ep_size
-    module.expert_placement_descriptor = legacy_uniform_autoep_placement_descriptor(
-        spec.num_experts, module.num_local_experts, ep_size)

@@ -9,9 +9,8 @@ import gc
 
 import torch
 
-from deepspeed.checkpoint.constants import AUTOEP_LAYERS_KEY
-from deepspeed.checkpoint.autoep_zero3_metadata import (AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY,
-                                                        AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT)
+from deepspeed.checkpoint.constants import (AUTOEP_LAYERS_KEY, AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY,
+                                            AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT)
 from deepspeed.module_inject.experts_only import (EXPERTS_ONLY_KEYS, ExpertParallelExperts, ExpertsSpec, check_experts,
                                                   local_state)
 from deepspeed.moe.reshard_exchange import DEFAULT_BUCKET_BYTES
