@@ -16,7 +16,7 @@ from parity import gathered, relative_errors
 
 
 def compare_family(family, config, steps=2, sabotage=None, partitioned=False, dtype=torch.float32, make_inputs=None,
-                   recompute=False, **build_arguments):  # yapf: disable
+                   recompute=False, unfreeze=False, **build_arguments):  # yapf: disable
     """Run both on this rank and return the errors: ``loss``, ``input``, ``gradient``, ``weight`` and ``experts``.
 
     Args:
@@ -24,6 +24,7 @@ def compare_family(family, config, steps=2, sabotage=None, partitioned=False, dt
         partitioned: whether the model is partitioned by ``zero.Init`` before the engine is made.
         make_inputs: ``make_inputs(model, rank, seed) -> dict`` instead of ``families.inputs``.
         recompute: whether layers are recomputed in backward, by the engine only.
+        unfreeze: whether all parameters are trained, also those that the family freezes.
         build_arguments: of ``families.build``.
 
     ``experts`` is the number of experts modules that were replaced; the others are dicts of relative errors.
@@ -39,11 +40,14 @@ def compare_family(family, config, steps=2, sabotage=None, partitioned=False, dt
                 if torch.is_tensor(value) and value.is_floating_point()}  # yapf: disable
         return {**made, **cast}
 
-    reference = families.build(family, **build_arguments).to(dtype)
+    def model():
+        made = families.build(family, **build_arguments).to(dtype)
+        return made.requires_grad_() if unfreeze else made
+
+    reference = model()
     expected = _reference_steps(reference, steps,
                                 lambda step: [batch(reference, step, other) for other in range(ranks)])
-    with _engine(families.build(family, **build_arguments).to(dtype), config, partitioned, sabotage,
-                 recompute) as engine:
+    with _engine(model(), config, partitioned, sabotage, recompute) as engine:
         found = _engine_steps(engine, steps, lambda step: batch(engine.module, step, rank))
         experts = len(autoep_layers(engine.module))
     mine = [gradients[rank] for gradients in expected["input"]]

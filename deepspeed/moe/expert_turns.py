@@ -18,6 +18,8 @@ import deepspeed.comm as dist
 from deepspeed.runtime.zero.persistence import force_persist, gather_persistent, untrace
 from deepspeed.utils import groups
 
+_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+
 
 def take_turns(model, experts_names):
     """Let the experts modules that belong to one layer of ``model`` wait for each other."""
@@ -66,8 +68,17 @@ class Turns:
 
     def _wait_for(self, experts, args, kwargs):
         """Return when ``experts`` is next on all ranks; take part in what other ranks compute before."""
+        index = self._experts.index(experts)
         if not self._taking_part:
-            self._take_part_before(self._experts.index(experts), _tokens(args, kwargs))
+            self._take_part_before(index, _tokens(args, kwargs))
+        # Every rank gives the same parameters of the branch a gradient, after that of the experts, or the ranks would
+        # reduce different ones together. With tokens or without: a bias that only selects gets none by itself.
+        values = dict(zip(_ARGUMENTS, args), **kwargs)
+        branch = [
+            param for param in self._branches[index].parameters() if force_persist(param) and param.requires_grad
+        ]
+        values["top_k_weights"] = values["top_k_weights"] + sum(param.sum() * 0 for param in branch)
+        return tuple(values[name] for name in _ARGUMENTS), {}  # by position: ZeRO-3's hooks see no others
 
     def _take_part_before(self, index, hidden_states):
         group = groups._get_data_parallel_group()
@@ -80,11 +91,7 @@ class Turns:
 
     def _take_part(self, index, hidden_states):
         no_tokens = hidden_states.reshape(-1, hidden_states.shape[-1])[:0]
-        # The router of those who have tokens gets its gradient after the experts: so must it here, where it is zero.
-        routers = [
-            param for param in self._branches[index].parameters() if force_persist(param) and param.requires_grad
-        ]
-        weights = no_tokens.new_zeros(0, 1) + sum(param.sum() * 0 for param in routers)
+        weights = no_tokens.new_zeros(0, 1)
         self._taking_part = True
         try:
             output = self._experts[index](no_tokens, no_tokens.new_zeros(0, 1, dtype=torch.int64), weights)

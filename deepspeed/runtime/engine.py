@@ -123,7 +123,7 @@ def move_stale_optimizer(self, optimizer):
 def _experts_like_any_parameter(engine, operation):
     """Let ZeRO-3 save or load experts by their shards, as any parameter; DeepSpeed's way knows whole blocks only."""
     if not any(isinstance(module, ExpertParallelExperts) for module in engine.module.modules()):
-        yield
+        yield False
         return
     if not engine.zero_optimization_partition_weights():
         raise NotImplementedError(
@@ -133,7 +133,7 @@ def _experts_like_any_parameter(engine, operation):
     moe_layers, engine.has_moe_layers = engine.has_moe_layers, False
     try:
         with local_state():
-            yield
+            yield True
     finally:
         engine.has_moe_layers = moe_layers
 
@@ -145,9 +145,23 @@ def save_checkpoint(self, *args, **kwargs):
 
 
 @extends("DeepSpeedEngine.load_checkpoint", feature="experts-only", why="experts are loaded by their ZeRO-3 shards")
-def load_checkpoint(self, *args, **kwargs):
-    with _experts_like_any_parameter(self, "load_checkpoint"):
-        return load_checkpoint.original(self, *args, **kwargs)
+def load_checkpoint(self,
+                    load_dir,
+                    tag=None,
+                    load_module_strict=True,
+                    load_optimizer_states=True,
+                    load_lr_scheduler_states=True,
+                    load_module_only=False,
+                    *args,
+                    **kwargs):
+    with _experts_like_any_parameter(self, "load_checkpoint") as sharded:
+        if sharded and (load_module_only or not load_optimizer_states):
+            raise NotImplementedError(
+                f"load_checkpoint: found load_module_only={load_module_only}, "
+                f"load_optimizer_states={load_optimizer_states} with experts in ZeRO-3's shards, "
+                "which hold weights and optimizer state together; allowed: False and True")
+        return load_checkpoint.original(self, load_dir, tag, load_module_strict, load_optimizer_states,
+                                        load_lr_scheduler_states, load_module_only, *args, **kwargs)
 
 
 @extends("DeepSpeedEngine._common_checkpoint_state",

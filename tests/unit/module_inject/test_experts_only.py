@@ -229,6 +229,9 @@ def resumed(folder):
     expected = train(engine, range(2, 5))
     engine.destroy()
     engine = engine_of_seed(1)
+    for weights_only in (dict(load_module_only=True), dict(load_optimizer_states=False)):
+        with pytest.raises(NotImplementedError, match="load_module_only=.*allowed: False and True"):
+            engine.load_checkpoint(folder, **weights_only)
     engine.load_checkpoint(folder)
     found = train(engine, range(2, 5))
     engine.destroy()

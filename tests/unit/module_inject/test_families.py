@@ -154,3 +154,10 @@ def test_experts_called_on_some_ranks_only(two_ranks, stage, recompute):
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_experts_called_on_some_of_four_ranks(four_ranks, ep):
     check(four_ranks, "ernie4_5_vl_moe:both", ds_config(ep), make_inputs=_vision_on_rank_0)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_selection_bias_that_was_unfrozen(two_ranks, stage):
+    """It gets no gradient where its router is called: ranks that do not call it must not differ."""
+    check(two_ranks, "ernie4_5_vl_moe:both", ds_config(2, zero=dict(stage=stage)), make_inputs=_vision_on_rank_0,
+          unfreeze=True)  # yapf: disable
