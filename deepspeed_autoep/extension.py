@@ -28,12 +28,14 @@ class Extension:
         why: one sentence for ``ds_autoep status`` and for a reviewer.
         replacement: the function bound in place of the target, or the value bound to a module attribute.
         unless: probe of the loaded module; True when it already behaves as wanted.
+        is_new: whether the target does not exist in the module and is added.
     """
     target: str
     feature: str
     why: str
     replacement: Any
     unless: Optional[Callable[[ModuleType], bool]] = None
+    is_new: bool = False
     module: str = ""
     state: Optional[State] = None
     reason: str = ""
@@ -73,6 +75,16 @@ def extends(target: str, *, feature: str, why: str, unless=None):
     def declare(function):
         function.original = None
         _declare(Extension(target, feature, why, function, unless))
+        return function
+
+    return declare
+
+
+def adds(target: str, *, feature: str, why: str):
+    """Declare that the decorated function becomes ``target``, which the module lacks; a release that has it keeps it."""
+
+    def declare(function):
+        _declare(Extension(target, feature, why, function, is_new=True))
         return function
 
     return declare

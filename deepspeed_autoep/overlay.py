@@ -150,6 +150,9 @@ class Overlay:
         *path, attribute = extension.target.split(".")
         try:
             owner = functools.reduce(getattr, path, module)
+            if extension.is_new:
+                self._add(extension, owner, attribute)
+                return
             raw = vars(owner)[attribute]
         except (AttributeError, KeyError, TypeError):
             extension.state, extension.reason = State.DRIFT, f"found no {extension.target}"
@@ -165,6 +168,14 @@ class Overlay:
             extension.reason = (f"found {type(raw).__name__} {extension.target}, which cannot be extended "
                                 f"({type(error).__name__}: {error})")
         extension.state = State.DRIFT if extension.reason else State.APPLIED
+
+    @staticmethod
+    def _add(extension: Extension, owner, attribute: str) -> None:
+        if hasattr(owner, attribute):
+            extension.state, extension.reason = State.UPSTREAM, f"the installed release has a {attribute}"
+            return
+        setattr(owner, attribute, extension.replacement)
+        extension.state = State.APPLIED
 
     def _bind_function(self, extension: Extension, module: ModuleType, owner, raw) -> None:
         function, attribute = extension.replacement, extension.target.rpartition(".")[2]

@@ -2,9 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""The replacement layer: experts born partitioned, routers marked to stay gathered."""
+"""The replacement layer: experts born partitioned, routers marked to stay gathered, names remembered for saving."""
+import dataclasses
+from typing import NamedTuple
+
 from deepspeed.moe.ep_repack import _get_expert_weight
-from deepspeed.moe.expert_layout import grouped_layout, module_list_layout, separate_layout
+from deepspeed.moe.expert_layout import Layout, grouped_layout, module_list_layout, separate_layout
 from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.runtime.zero.expert_partitioning import (are_born_partitioned, construct_partitioned,
                                                         experts_born_partitioned)
@@ -73,3 +76,49 @@ def construct_with_persistent_router(self, spec, source_module, ep_size, ep_rank
     construct_with_persistent_router.original(self, spec, source_module, ep_size, ep_rank, config, *args, **kwargs)
     for param in self.router.parameters():  # weight, bias, and a trainable score-correction bias
         param.ds_force_persist = True
+
+
+class Unmodified(NamedTuple):
+    """How the tensors of the block that a layer replaced are found in the layer. Names are relative to either.
+
+    Attributes:
+        layout: sections from the block's expert tensors to the layer's ``w1``, ``w2`` and ``w3``.
+        names: the layer's other tensors -> what the block called them.
+        order: all names of the block, as its state dict has them.
+    """
+    layout: Layout
+    names: dict
+    order: tuple
+
+
+@extends("AutoEPMoELayer.__init__",
+         feature="hf-checkpoint",
+         why="a trained layer is saved under the names, and in the shapes, of the block that it replaced")
+def remember_unmodified(self, spec, source_module, ep_size, ep_rank, config, *args, **kwargs):
+    sources = _expert_sources(getattr(source_module, spec.experts_name), spec)
+    names = {id(param): name for name, param in source_module.named_parameters()}
+    layout, order = _layout_of(spec, sources), tuple(source_module.state_dict())
+    remember_unmodified.original(self, spec, source_module, ep_size, ep_rank, config, *args, **kwargs)
+    self.unmodified = Unmodified(_renamed(layout, {key: names[id(param)] for key, param in sources.items()}),
+                                 _names_in_block(self, spec), order)
+
+
+def _renamed(layout, names):
+    sections = [
+        dataclasses.replace(section, source=dataclasses.replace(section.source, tensor=names[section.source.tensor]))
+        for section in layout.sections
+    ]
+    return Layout(tuple(sections), layout.targets, {names[key]: shape for key, shape in layout.sources.items()})
+
+
+def _names_in_block(layer, spec):
+    moved = {"router.gate": spec.router_name, "shared_experts": spec.shared_experts_name,
+             "shared_experts_gate": spec.shared_experts_gate_name}  # yapf: disable
+    owner = getattr(spec, "e_score_correction_bias_path", None)
+    moved["router"] = spec.router_name if owner is None else owner
+    names = {}
+    for name in layer.state_dict():
+        module = max((prefix for prefix in moved if name.startswith(f"{prefix}.")), key=len, default=None)
+        if module is not None:
+            names[name] = f"{moved[module]}{name[len(module):]}".lstrip(".")
+    return names

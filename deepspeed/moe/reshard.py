@@ -65,6 +65,24 @@ def expert_placement(numel, ranks):
     return Placement(np.append(bounds, numel), np.asarray(ranks).reshape(-1))
 
 
+def replicated_expert_placement(numel, ranks):
+    """Expert slices by EP rank, whole on every rank of its EDP group; the group's first one stands for all of it.
+
+    Args:
+        numel, ranks: as in ``expert_placement``.
+    """
+    starts = np.arange(len(ranks)) * (numel // len(ranks))
+    bounds = np.repeat(np.append(starts[1:], numel), len(ranks[0]))
+    return Placement(np.append(0, bounds), np.asarray(ranks).reshape(-1))
+
+
+def sole_placement(numel, owner, world_size):
+    """Rank ``owner`` of ``world_size`` holds the whole tensor: a file that it writes, or what every rank has."""
+    bounds = np.zeros(world_size + 1, dtype=np.int64)
+    bounds[owner + 1:] = numel
+    return Placement(bounds, np.arange(world_size))
+
+
 class Box(NamedTuple):
     """Elements ``[start, stop)`` along each axis of a section."""
     start: Tuple[int, ...]

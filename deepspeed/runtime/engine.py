@@ -15,7 +15,7 @@ from deepspeed.module_inject.experts_only import (EXPERTS_ONLY_KEYS, ExpertParal
                                                   local_state)
 from deepspeed.moe.reshard_exchange import DEFAULT_BUCKET_BYTES
 from deepspeed.runtime.zero.expert_partitioning import replacing_layers_of
-from deepspeed_autoep.extension import extends
+from deepspeed_autoep.extension import adds, extends
 
 
 def _check_model(engine, model):
@@ -174,3 +174,32 @@ def mark_partitioned_experts(self, *args, **kwargs):
         mark = {AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY: AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT}
         state[AUTOEP_LAYERS_KEY] = [dict(mark, module_path=name) for name in names]
     return state
+
+
+_HF = "hf-checkpoint"
+
+
+@adds("DeepSpeedEngine.save_hf_checkpoint", feature=_HF, why="a trained model comes out as a plain Hugging Face folder")
+def save_hf_checkpoint(self, save_dir, max_shard_size="50GB", tokenizer=None):
+    """See ``deepspeed.checkpoint.hf_export.save_hf_checkpoint``."""
+    from deepspeed.checkpoint import hf_export  # imports Transformers, which a job with experts has loaded already
+
+    hf_export.save_hf_checkpoint(self, save_dir, max_shard_size, tokenizer)
+
+
+@extends("DeepSpeedEngine._raise_if_autoep_zero3_consolidated_export",
+         feature=_HF,
+         why="consolidating experts that are spread over ranks is not an error any more")
+def allow_consolidated_export(self, operation):
+    """Nothing to raise."""
+
+
+@extends("DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
+         feature=_HF,
+         why="Trainer, Accelerate and save_16bit_model get the whole model, under the names of the unmodified one")
+def consolidated_state_dict(self, exclude_frozen_parameters=False):
+    if not self._has_autoep_layers():
+        return consolidated_state_dict.original(self, exclude_frozen_parameters)
+    from deepspeed.checkpoint import hf_export
+
+    return hf_export.consolidated_state_dict(self, exclude_frozen_parameters)

@@ -152,7 +152,7 @@ class _NewExperts:
         """Write this rank's shards of ``module``, from all ranks' shards of the sources."""
         targets = {name: getattr(module, name) for name in self.layout.targets}
         told = agree(self.group, numbers=(self.ep_rank, dist.get_rank(group=self.init.ds_process_group)))
-        holders = _holders(told)
+        holders = holders_of(told)
         for name, (experts, *matrix) in self.layout.targets.items():
             expected = torch.Size((experts // len(holders), *matrix))
             if targets[name].ds_shape != expected:
@@ -165,7 +165,7 @@ class _NewExperts:
         exchange(plan, _shards(self.sources), _shards(targets), self.group, self.bucket_bytes)
 
 
-def _holders(coordinates):
+def holders_of(coordinates):
     """``[ep_rank][edp_rank] -> rank``, from every rank's ``(ep_rank, edp_rank)``."""
     ranks = {coordinate: rank for rank, coordinate in enumerate(coordinates)}
     degrees = [max(column) + 1 for column in zip(*coordinates)]

@@ -1,0 +1,233 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""A trained model as a plain Hugging Face checkpoint: the files that ``save_pretrained`` writes, by all ranks.
+
+A file is one more placement of the model's tensors: its writer holds it whole, all others hold nothing. So each rank
+receives what belongs into its file from the ranks that have it, through one bucket, and writes it. In each round every
+writer has one file; no rank ever holds more of the model than that.
+"""
+import contextlib
+import json
+import os
+import shutil
+from typing import NamedTuple
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from safetensors.torch import save_file
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+import deepspeed.comm as dist
+from deepspeed.checkpoint.hf_layout import converted_tensors, file_tensors
+from deepspeed.checkpoint.model_tensors import model_tensors
+from deepspeed.checkpoint.staging import INDEX_FILE, SINGLE_FILE, staged
+from deepspeed.comm.agreement import agree, failing_together
+from deepspeed.moe.reshard_exchange import DEFAULT_BUCKET_BYTES
+
+# Of tokenizers and processors, which a model's folder usually has beside the weights.
+_CARRIED_OVER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                 "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja",
+                 "chat_template.json", "processor_config.json", "preprocessor_config.json",
+                 "video_preprocessor_config.json")  # yapf: disable
+
+
+class _File(NamedTuple):
+    name: str
+    owner: int
+    tensors: dict  # name -> FileTensor
+
+
+def save_hf_checkpoint(engine, save_dir, max_shard_size="50GB", tokenizer=None):
+    """Write the model as ``save_pretrained`` of the unmodified model would; every rank must call.
+
+    Peak memory above training: on each rank one file, on the CPU, and ``expert_parallel.reshard_bucket_bytes``.
+
+    Args:
+        engine: a ``DeepSpeedEngine``, under any ZeRO stage.
+        save_dir: folder that all ranks see; if some do not, those that do write all of it. Made when missing; a
+            checkpoint in it stays loadable until the new one is complete.
+        max_shard_size: bytes, or a string such as ``"5GB"``, after which a new file begins.
+        tokenizer: a tokenizer or processor to save as well. Without one, the files of the folder or cached Hub
+            repository that the model was loaded from are copied.
+
+    Raises:
+        ValueError: the engine's model is not a ``PreTrainedModel``.
+        FailedOnRank: on every rank, when one of them could not do its part; ``save_dir`` is then as before.
+    """
+    model, group = engine.module, dist.get_world_group()
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"save_hf_checkpoint: found {type(model).__name__}; allowed: a model of Transformers (for "
+                         "adapters, merge them first or use Trainer.save_model)")
+    with _released(engine), staged(os.fspath(save_dir), group) as staging:
+        with failing_together(group):
+            held = model_tensors(model, group)
+        with failing_together(group):
+            names = _untied(model, held.tensors)
+            files = file_tensors(model, {name: held.tensors[name] for name in names})
+            split = _split(files, max_shard_size)
+        seeing = agree(group, numbers=(os.path.isdir(staging), 0))
+        writers = [rank for rank, (sees, _) in enumerate(seeing) if sees]
+        shards = [
+            _File(name, writers[number % len(writers)], {key: files[key] for key in keys})
+            for number, (name, keys) in enumerate(split.filename_to_tensors.items())
+        ]
+        with failing_together(group):
+            if dist.get_rank(group=group) == 0:
+                _save_config(model, tokenizer, staging)
+        _write(model, held, shards, len(writers), staging, group, _bucket_bytes(engine))
+        with failing_together(group):
+            if dist.get_rank(group=group) == 0 and split.is_sharded:
+                _write_index(os.path.join(staging, INDEX_FILE), split, sum(held.tensors[name].numel() for name in names if name not in held.buffers))
+
+
+def _bucket_bytes(engine):
+    return engine._config._param_dict.get("expert_parallel", {}).get("reshard_bucket_bytes", DEFAULT_BUCKET_BYTES)
+
+
+@contextlib.contextmanager
+def _released(engine):
+    """Let every parameter be in its shards only, as for any checkpoint of the engine."""
+    if engine._optimizer_has_ckpt_event_prologue():
+        engine.optimizer.checkpoint_event_prologue()
+    try:
+        yield
+    finally:
+        if engine._optimizer_has_ckpt_event_epilogue():
+            engine.optimizer.checkpoint_event_epilogue()
+
+
+def _untied(model, tensors):
+    """Names that are saved: of tied tensors one each, and none that the family never saves."""
+    own = {name: tensor for name, tensor in tensors.items() if _is_own(model, name)}  # all but a replaced block's
+    dropped = set(own) - set(remove_tied_weights_from_state_dict(dict(own), model))
+    return [name for name in tensors if name not in dropped and name not in (model._keys_to_ignore_on_save or ())]
+
+
+def _is_own(model, name):
+    try:
+        return model.get_parameter_or_buffer(name) is not None
+    except AttributeError:
+        return False
+
+
+def _split(files, max_shard_size):
+    """How ``save_pretrained`` would spread the tensors over files: those that share memory stay together."""
+    nbytes = {}
+    for tensor in files.values():
+        nbytes[tensor.storage] = nbytes.get(tensor.storage, 0) + tensor.nbytes
+    return split_state_dict_into_shards_factory(files,
+                                                get_storage_size=lambda tensor: nbytes[tensor.storage],
+                                                get_storage_id=lambda tensor: tensor.storage,
+                                                filename_pattern=SINGLE_FILE.replace(".", "{suffix}."),
+                                                max_shard_size=max_shard_size)
+
+
+def _write(model, held, shards, writers, staging, group, bucket_bytes):
+    rank = dist.get_rank(group=group)
+    total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors.values())
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Saving the model", disable=rank != 0) as bar:
+        for start in range(0, len(shards), writers):
+            in_round = shards[start:start + writers]
+            wanted = {}
+            with failing_together(group):
+                for shard in in_round:
+                    wanted.update(_wanted(held, shard))
+            gathered = held.gather(wanted, group, bucket_bytes)
+            with failing_together(group):
+                for shard in [shard for shard in in_round if shard.owner == rank]:
+                    _write_file(model, shard, gathered, os.path.join(staging, shard.name))
+            del gathered
+            bar.update(sum(tensor.nbytes for shard in in_round for tensor in shard.tensors.values()))
+
+
+def _input(name):
+    """What a whole tensor is called while a conversion is to be computed from it."""
+    return f"input {name}"
+
+
+def _wanted(held, shard):
+    """What the writer of a file needs: its tensors, or what they are computed from."""
+    wanted = {}
+    for name, tensor in shard.tensors.items():
+        view = tensor.view and held.view(name, tensor.shape, tensor.dtype, tensor.view, shard.owner)
+        if view:
+            wanted[name] = view
+        else:
+            wanted.update({_input(part): held.whole(part, shard.owner, _input(part)) for part in tensor.inputs})
+    return wanted
+
+
+def _write_file(model, shard, gathered, path):
+    for name, tensor in shard.tensors.items():
+        if name not in gathered:
+            gathered.update(converted_tensors(model, {part: gathered[_input(part)] for part in tensor.inputs}))
+    save_file({name: gathered[name] for name in shard.tensors}, path, metadata={"format": "pt"})
+
+
+def _save_config(model, tokenizer, staging):
+    model.save_pretrained(staging, state_dict={})  # configurations and, for remote code, its files; no weights
+    if tokenizer is not None:
+        tokenizer.save_pretrained(staging)
+        return
+    for name in _CARRIED_OVER:
+        path = _file_of_source(model.config._name_or_path, name)
+        if path is not None:
+            shutil.copy(path, staging)
+
+
+def _file_of_source(source, name):
+    """Where the file ``name`` is that belongs to a folder or to a repository in the Hub's cache, or None."""
+    if os.path.isdir(source):
+        path = os.path.join(source, name)
+    else:
+        try:
+            path = try_to_load_from_cache(source, name)
+        except HFValidationError:
+            return None
+    return path if isinstance(path, str) and os.path.isfile(path) else None
+
+
+def _write_index(path, split, parameters):
+    index = {"metadata": {"total_parameters": parameters, **split.metadata}, "weight_map": split.tensor_to_filename}
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def consolidated_state_dict(engine, exclude_frozen_parameters=False):
+    """The whole model under the names of the unmodified one; every rank must call.
+
+    Returns:
+        dict: name -> tensor on the CPU, on rank 0; None on the others. Tied names share a tensor.
+    """
+    group = dist.get_world_group()
+    with _released(engine):
+        with failing_together(group):
+            held = model_tensors(engine.module, group)
+        names = [name for name in held.tensors if not (exclude_frozen_parameters and name in held.frozen)]
+        first = {}  # of tied names
+        for name in names:
+            first.setdefault(id(held.tensors[name]), name)
+        whole = {}
+        for batch in _batches(held.tensors, list(first.values()), _bucket_bytes(engine)):
+            whole.update(held.gather({name: held.whole(name, 0) for name in batch}, group, _bucket_bytes(engine)))
+    if dist.get_rank(group=group) != 0:
+        return None
+    return {name: whole[first[id(held.tensors[name])]] for name in names}
+
+
+def _batches(tensors, names, nbytes):
+    """Lists of names of at most ``nbytes`` together, or of one tensor."""
+    batch, size = [], 0
+    for name in names:
+        if batch and size + tensors[name].nbytes > nbytes:
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += tensors[name].nbytes
+    if batch:
+        yield batch
