@@ -16,15 +16,17 @@ from parity import gathered, relative_errors
 
 
 def compare_family(family, config, steps=2, sabotage=None, partitioned=False, dtype=torch.float32, make_inputs=None,
-                   recompute=False, unfreeze=False, **build_arguments):  # yapf: disable
+                   recompute=False, unfreeze=False, rename=None, **build_arguments):  # yapf: disable
     """Run both on this rank and return the errors: ``loss``, ``input``, ``gradient``, ``weight`` and ``experts``.
 
     Args:
+        family: one of ``families.names()``, or a function that builds a model with outputs and embeddings as theirs.
         sabotage: a key of ``SABOTAGE``, as a negative control.
         partitioned: whether the model is partitioned by ``zero.Init`` before the engine is made.
         make_inputs: ``make_inputs(model, rank, seed) -> dict`` instead of ``families.inputs``.
         recompute: whether layers are recomputed in backward, by the engine only.
         unfreeze: whether all parameters are trained, also those that the family freezes.
+        rename: ``rename(tensors) -> tensors``, from the reference's names to those that ``parity.gathered`` gives.
         build_arguments: of ``families.build``.
 
     ``experts`` is the number of experts modules that were replaced; the others are dicts of relative errors.
@@ -41,12 +43,15 @@ def compare_family(family, config, steps=2, sabotage=None, partitioned=False, dt
         return {**made, **cast}
 
     def model():
-        made = families.build(family, **build_arguments).to(dtype)
+        made = family() if callable(family) else families.build(family, **build_arguments)
+        made = made.to(dtype)
         return made.requires_grad_() if unfreeze else made
 
     reference = model()
     expected = _reference_steps(reference, steps,
                                 lambda step: [batch(reference, step, other) for other in range(ranks)])
+    if rename is not None:
+        expected.update(weight=rename(expected["weight"]), gradient=[*map(rename, expected["gradient"])])
     with _engine(model(), config, partitioned, sabotage, recompute) as engine:
         found = _engine_steps(engine, steps, lambda step: batch(engine.module, step, rank))
         experts = len(autoep_layers(engine.module))
