@@ -81,7 +81,7 @@ def extends(target: str, *, feature: str, why: str, unless=None):
 
 
 def adds(target: str, *, feature: str, why: str):
-    """Declare that the decorated function becomes ``target``, which the module lacks; a release that has it keeps it."""
+    """Declare that the decorated function becomes ``target``; a release that has one of its own keeps that."""
 
     def declare(function):
         _declare(Extension(target, feature, why, function, is_new=True))

@@ -40,6 +40,9 @@ def main():
     after = mean_loss(model, held_out, accelerator.device)
     accelerator.print(f"held-out loss {before:.3f} before, {after:.3f} after; figures in {args.summary}")
     write_summary(args.summary, model.module, losses, [before, after])
+    weights = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(args.save, state_dict=weights)
     accelerator.wait_for_everyone()  # no rank leaves while another still talks to it
     accelerator.end_training()
 

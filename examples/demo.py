@@ -55,17 +55,29 @@ def exit_if_failed(process, log):
 
 def write_checkpoint():
     """Write the untrained model, in a process of its own: it takes seconds to import what makes it."""
-    log = RUNS / "checkpoint.log"
+    run_script("tiny_moe.py", RUNS / "checkpoint.log", CHECKPOINT)
+
+
+def run_script(name, log, *options):
+    """Run an example to its end; what it prints goes to the file ``log``."""
     with open(log, "w") as file:
-        process = subprocess.run([sys.executable, HERE / "tiny_moe.py", CHECKPOINT], env=environment(), stdout=file,
+        process = subprocess.run([sys.executable, HERE / name, *options], env=environment(), stdout=file,
                                  stderr=subprocess.STDOUT)  # yapf: disable
     exit_if_failed(process, log)
+
+
+def reload(config):
+    """Load the model that was trained, with Transformers alone; return what that says of it."""
+    log, summary = RUNS / "use_model.log", RUNS / f"{config.stem}.figures.json"
+    run_script("use_model.py", log, f"--save={RUNS / config.stem}", f"--summary={summary}")
+    return [line for line in log.read_text().splitlines() if line.startswith(("largest difference", "a line of code"))]
 
 
 def train(title, config, steps):
     """Run ``train.py`` behind a progress bar and return its figures; what it prints goes to a log file."""
     log, summary = config.with_suffix(".log"), RUNS / f"{config.stem}.figures.json"
-    options = [f"--model={CHECKPOINT}", f"--config={config}", f"--steps={steps}", f"--summary={summary}"]
+    options = [f"--model={CHECKPOINT}", f"--config={config}", f"--steps={steps}", f"--summary={summary}",
+               f"--save={RUNS / config.stem}"]  # yapf: disable
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     columns = (SpinnerColumn(), TextColumn("{task.description:<24}"), BarColumn(), TextColumn("{task.fields[state]}"),
                TimeElapsedColumn())
@@ -144,12 +156,18 @@ four minutes, and one more when DeepSpeed first builds a C++ extension.
     spread = train(EXPERT_PARALLEL, expert_config, STEPS)
     alone = train(ZERO3_ALONE, plain_config, STEPS_TO_COMPARE)
     draw(spread)
+    reloaded = reload(expert_config)
     console.print()
     console.print(comparison(spread, alone))
+    console.print("""
+Saved as a plain Hugging Face checkpoint, loaded in a fresh process by
+Transformers alone:""")
+    console.print(*[f"  {line}" for line in reloaded], sep="\n", markup=False)
     console.print(f"""
 ZeRO-3 alone gathers all experts of a layer on every rank to run it. With expert
 parallelism they stay where they are stored and the tokens travel to them.
 
+the trained model            {RUNS / expert_config.stem}
 loss curve                   {CURVE}
 figures, ranks' output       {RUNS}/*.figures.json, {RUNS}/*.log
 the script, an ordinary one  {os.path.relpath(HERE / 'train.py')}

@@ -30,6 +30,7 @@ def argument_parser(name):
     parser.add_argument("--model", default=CHECKPOINT, help="checkpoint to start from (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=160, help="steps to train for (default: %(default)s)")
     parser.add_argument("--summary", default=f"runs/{name}.json", help="file for the figures (default: %(default)s)")
+    parser.add_argument("--save", default=f"runs/{name}", help="folder for the trained model (default: %(default)s)")
     return parser
 
 
@@ -124,6 +125,19 @@ def write_summary(path, model, losses, held_out, **of_this_rank):
         summary = {"losses": losses, "held_out": held_out, "ranks": ranks}
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(summary, indent=1) + "\n")
+
+
+@torch.no_grad()
+def save_logits(engine, blocks, summary):
+    """Write what the model says of the first of ``blocks`` next to the figures, to compare with after reloading."""
+    engine.eval()
+    logits = engine(input_ids=blocks[0]["input_ids"][None].to(engine.device)).logits
+    if engine.global_rank == 0:
+        torch.save(logits.cpu(), logits_file(summary))
+
+
+def logits_file(summary):
+    return Path(summary).with_suffix(".logits.pt")
 
 
 if __name__ == "__main__":

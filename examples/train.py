@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
-from tiny_moe import ParameterWatch, argument_parser, datasets, mean_loss, write_summary
+from tiny_moe import ParameterWatch, argument_parser, datasets, mean_loss, save_logits, write_summary
 
 
 def train(engine, batches, steps):
@@ -70,6 +70,8 @@ def main():
                   parameter_bytes_peak=watch.peak)
     if engine.global_rank == 0:
         print(f"held-out loss {before:.3f} before, {after:.3f} after; figures in {args.summary}")
+    engine.save_hf_checkpoint(args.save)
+    save_logits(engine, held_out_blocks, args.summary)
     engine.destroy()
     deepspeed.comm.barrier()  # no rank leaves while another still talks to it
     deepspeed.comm.destroy_process_group()

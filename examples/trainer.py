@@ -37,6 +37,7 @@ def main():
     losses, held_out = ([entry[name] for entry in trainer.state.log_history if name in entry]
                         for name in ("loss", "eval_loss"))  # yapf: disable
     write_summary(args.summary, trainer.model, losses, held_out)
+    trainer.save_model(args.save)
     trainer.accelerator.wait_for_everyone()  # no rank leaves while another still talks to it
     trainer.accelerator.end_training()
 

@@ -14,7 +14,6 @@ import os
 import shutil
 from typing import NamedTuple
 
-import torch
 from huggingface_hub import split_state_dict_into_shards_factory, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors.torch import save_file
@@ -73,7 +72,8 @@ def save_hf_checkpoint(engine, save_dir, max_shard_size="50GB", tokenizer=None):
         seeing = agree(group, numbers=(os.path.isdir(staging), 0))
         writers = [rank for rank, (sees, _) in enumerate(seeing) if sees]
         shards = [
-            _File(name, writers[number % len(writers)], {key: files[key] for key in keys})
+            _File(name, writers[number % len(writers)], {key: files[key]
+                                                         for key in keys})
             for number, (name, keys) in enumerate(split.filename_to_tensors.items())
         ]
         with failing_together(group):
@@ -82,7 +82,8 @@ def save_hf_checkpoint(engine, save_dir, max_shard_size="50GB", tokenizer=None):
         _write(model, held, shards, len(writers), staging, group, _bucket_bytes(engine))
         with failing_together(group):
             if dist.get_rank(group=group) == 0 and split.is_sharded:
-                _write_index(os.path.join(staging, INDEX_FILE), split, sum(held.tensors[name].numel() for name in names if name not in held.buffers))
+                _write_index(os.path.join(staging, INDEX_FILE), split,
+                             sum(held.tensors[name].numel() for name in names if name not in held.buffers))
 
 
 def _bucket_bytes(engine):

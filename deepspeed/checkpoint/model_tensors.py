@@ -97,9 +97,9 @@ class ModelTensors:
             }
             targets = {name: sole_placement(prod(w.shape), w.owner, ranks) for name, w in part.items()}
             sections = tuple(section for w in part.values() for section in w.sections)
-            exchange(Plan(Layout(sections, {}, {}), sources, targets),
-                     {name: self.held[name].shard for name in sources},
-                     {name: mine[name].view(-1) for name in part if name in mine}, group, bucket_bytes)  # yapf: disable
+            shards = {name: self.held[name].shard for name in sources}
+            filled = {name: mine[name].view(-1) for name in part if name in mine}
+            exchange(Plan(Layout(sections, {}, {}), sources, targets), shards, filled, group, bucket_bytes)
         return mine
 
 
@@ -113,7 +113,8 @@ def _within(section, start, numel, target):
     """The parts of ``section`` in elements ``[start, start + numel)`` of its target, now a flat tensor of its own."""
     side = section.target
     return [
-        Section(box.shape, Side(target, side.at(box.start) - start, side.strides),
+        Section(box.shape, Side(target,
+                                side.at(box.start) - start, side.strides),
                 dataclasses.replace(section.source, offset=section.source.at(box.start)))
         for box in boxes_of(section.shape, side.strides, start - side.offset, start + numel - side.offset)
     ]

@@ -99,8 +99,10 @@ def remember_unmodified(self, spec, source_module, ep_size, ep_rank, config, *ar
     names = {id(param): name for name, param in source_module.named_parameters()}
     layout, order = _layout_of(spec, sources), tuple(source_module.state_dict())
     remember_unmodified.original(self, spec, source_module, ep_size, ep_rank, config, *args, **kwargs)
-    self.unmodified = Unmodified(_renamed(layout, {key: names[id(param)] for key, param in sources.items()}),
-                                 _names_in_block(self, spec), order)
+    self.unmodified = Unmodified(_renamed(layout, {
+        key: names[id(param)]
+        for key, param in sources.items()
+    }), _names_in_block(self, spec), order)
 
 
 def _renamed(layout, names):

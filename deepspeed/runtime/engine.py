@@ -179,7 +179,9 @@ def mark_partitioned_experts(self, *args, **kwargs):
 _HF = "hf-checkpoint"
 
 
-@adds("DeepSpeedEngine.save_hf_checkpoint", feature=_HF, why="a trained model comes out as a plain Hugging Face folder")
+@adds("DeepSpeedEngine.save_hf_checkpoint",
+      feature=_HF,
+      why="a trained model comes out as a plain Hugging Face folder")
 def save_hf_checkpoint(self, save_dir, max_shard_size="50GB", tokenizer=None):
     """See ``deepspeed.checkpoint.hf_export.save_hf_checkpoint``."""
     from deepspeed.checkpoint import hf_export  # imports Transformers, which a job with experts has loaded already

@@ -3,6 +3,7 @@
 """The examples as a user starts them: real launchers, real processes, a script that knows nothing of the overlay."""
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.version import Version
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 
 from ranks import free_port
 
@@ -60,6 +64,18 @@ def check_training(status, output, summary):
     assert after < before - 0.2, figures["held_out"]
     whole = LAYERS * EXPERTS * 3 * HIDDEN * INTERMEDIATE
     assert [rank["expert_elements"] for rank in figures["ranks"]] == [whole // EP] * RANKS
+    assert held_out_loss(summary.parent / "model") == pytest.approx(after, rel=1e-4)
+
+
+@torch.no_grad()
+def held_out_loss(folder):
+    """The loss of the model that a run saved to ``folder``, in this process, which has whole experts."""
+    import tiny_moe
+
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading.values()), loading
+    blocks = DataLoader(tiny_moe.datasets(model)[1], batch_size=4)
+    return sum(model(**batch).loss.item() for batch in blocks) / len(blocks)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +90,10 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def options(model, tmp_path):
-    return [f"--model={model}", f"--steps={STEPS}", f"--summary={tmp_path / 'summary.json'}"]
+    return [
+        f"--model={model}", f"--steps={STEPS}", f"--summary={tmp_path / 'summary.json'}",
+        f"--save={tmp_path / 'model'}"
+    ]
 
 
 CONFIG = f"--config={EXAMPLES / 'ds_zero3_ep.json'}"
@@ -140,3 +159,6 @@ def test_demo_learns_and_leaves_its_figures(tmp_path):
     assert after < before - 1
     assert (tmp_path / "runs/demo/loss.png").read_bytes().startswith(b"\x89PNG")
     assert "Warning" not in output
+    difference = re.search(r"largest difference of a logit: (\S+)", output)
+    assert float(difference[1]) < 1e-4
+    assert "a line of code: def __init__(" in output

@@ -8,7 +8,7 @@ import textwrap
 from deepspeed_autoep.finder import OverlayFinder
 
 PACKAGE = "fakespeed"
-HEADER = "from deepspeed_autoep.extension import extends, replaces\n"
+HEADER = "from deepspeed_autoep.extension import adds, extends, replaces\n"
 SOURCES = {
     "__init__.py":
     "__version__ = '1.5.0'\n",

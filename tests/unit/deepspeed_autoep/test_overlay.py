@@ -105,6 +105,22 @@ def test_attribute_is_replaced(fake):
     assert fake.load("maths").LIMIT == 99
 
 
+def test_function_is_added_where_the_release_lacks_it(fake):
+    fake.twin("maths.py", """
+        @adds("Counter.leap", feature="f", why="w")
+        def leap(self):
+            return self.step(10)
+
+        @adds("Counter.step", feature="f", why="w")
+        def step(self, by=1):
+            return None
+    """)  # yapf: disable
+    overlay = fake.switch_on()
+    counter = fake.load("maths").Counter()
+    assert states(overlay) == {"Counter.leap": State.APPLIED, "Counter.step": State.UPSTREAM}
+    assert counter.leap() == fake.load("maths").Counter().step(10)
+
+
 def test_new_module_is_importable_only_with_the_overlay(fake):
     fake.twin("runtime/fresh.py", "from fakespeed.maths import double\nVALUE = double(4)\n")
     with pytest.raises(ModuleNotFoundError):
