@@ -1,0 +1,104 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+"""Time and host memory of saving a plain Hugging Face checkpoint, by all ranks and by rank 0: ``make bench-export``.
+
+    python benchmarks/export.py [--shape small|qwen3-30b] [--device cpu|cuda] [--ranks 2 4] [--layers 8]
+
+``all ranks`` is ``engine.save_hf_checkpoint`` with files of a quarter of a layer; ``rank 0`` consolidates the model
+there, as the Trainer does, and calls ``save_pretrained``; ``ZeRO-3 alone`` does so without expert parallelism, which
+is DeepSpeed's own code. Host memory is the growth of a process while it saves, the worst of the ranks, as a multiple
+of the model's bytes. Ranks on cuda share one GPU through gloo.
+"""
+import argparse
+import os
+import sys
+import tempfile
+import threading
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
+from engines import ds_config  # noqa: E402
+from init import SHAPES, layer_bytes  # noqa: E402
+from ranks import RankGroup  # noqa: E402
+
+WAYS = ("all ranks", "rank 0", "ZeRO-3 alone")
+
+
+class HostMemory(threading.Thread):
+    """The most bytes that this process has more than at the start, looked at every few milliseconds."""
+
+    def __init__(self):
+        import psutil
+
+        super().__init__(daemon=True)
+        self._process, self._over = psutil.Process(), threading.Event()
+        self._before, self.growth = self._process.memory_info().rss, 0
+
+    def run(self):
+        while not self._over.wait(0.005):
+            self.growth = max(self.growth, self._process.memory_info().rss - self._before)
+
+    def stop(self):
+        self._over.set()
+        self.join()
+
+
+def saved(way, layers, ranks, sizes, shard_bytes, folder):
+    """Seconds and growth of this rank's host memory while a model of ``layers`` layers is saved."""
+    import deepspeed
+    import deepspeed.comm as dist
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = ds_config(None if way == "ZeRO-3 alone" else ranks, dtype="bf16", block={"reshard_bucket_bytes": 2**24})
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=layers, **sizes))
+    engine = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
+    dist.barrier()
+    memory, began = HostMemory(), time.perf_counter()
+    memory.start()
+    if way == "all ranks":
+        engine.save_hf_checkpoint(folder, max_shard_size=shard_bytes)
+    else:
+        state = engine._zero3_consolidated_16bit_state_dict()
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder, state_dict=state, max_shard_size=shard_bytes)
+    dist.barrier()
+    seconds = time.perf_counter() - began
+    memory.stop()
+    engine.destroy()
+    return seconds, memory.growth
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--layers", type=int, default=8)
+    options = parser.parse_args()
+    shape = SHAPES[options.shape]
+    environment = {"DS_ACCELERATOR": "cuda", "LOCAL_RANK": "0"} if options.device == "cuda" else {}
+    table = Table("ranks", "way", "seconds", "host memory / model")
+    for ranks in options.ranks:
+        for way in WAYS:
+            group = RankGroup(ranks, environment)
+            with tempfile.TemporaryDirectory() as folder:
+                seen = group.run(saved,
+                                 way,
+                                 options.layers,
+                                 ranks,
+                                 shape,
+                                 layer_bytes(shape) // 4,
+                                 folder,
+                                 timeout=600)
+            group.close()
+            seconds, growth = map(max, zip(*seen))
+            table.add_row(str(ranks), way, f"{seconds:.2f}", f"{growth / (options.layers * layer_bytes(shape)):.3f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
