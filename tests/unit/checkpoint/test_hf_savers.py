@@ -1,0 +1,56 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+"""What the Trainer and Accelerate save, in the middle of a run as well, loads as the model that was trained."""
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import families
+from engines import ds_config
+from ranks import rank_group
+
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 5e-3, "torch_adam": True}}
+
+two_ranks, four_ranks = rank_group(2), rank_group(4)
+
+
+def train_and_save(source, folder, ep):
+    """Train through the Trainer, which saves after the first step; save in every other way, return the weights."""
+    from deepspeed.utils import safe_get_full_fp32_param
+    from parity import gathered
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(output_dir=folder, max_steps=2, save_strategy="steps", save_steps=1,
+                                  save_total_limit=None, per_device_train_batch_size=2, learning_rate=5e-3,
+                                  report_to="none", use_cpu=True, disable_tqdm=True,
+                                  deepspeed=ds_config(ep, {"stage3_gather_16bit_weights_on_model_save": True},
+                                                      gradient_clipping=1.0, optimizer=OPTIMIZER))  # yapf: disable
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    tokens = torch.randint(3, families.VOCABULARY, (16, 12), generator=torch.Generator().manual_seed(1))
+    trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in tokens])
+    trainer.train()
+    trainer.save_model(f"{folder}/trainer")
+    trainer.accelerator.save_model(trainer.model_wrapped, f"{folder}/accelerate")
+    trainer.model_wrapped.save_hf_checkpoint(f"{folder}/engine")
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    return weights, gathered(trainer.model, safe_get_full_fp32_param)
+
+
+@pytest.mark.parametrize("ranks, ep", [(2, 2), (4, 2)])
+def test_every_way_saves_the_trained_model(request, tmp_path, ranks, ep):
+    families.build("qwen3_moe").save_pretrained(tmp_path / "source")
+    group = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[ranks])
+    (weights, expected), *others = group.run(train_and_save, str(tmp_path / "source"), str(tmp_path), ep)
+    assert [state for state, _ in others] == [None] * (ranks - 1)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "source").state_dict()
+    assert set(weights) == set(expected) == set(before)
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in weights.items() if "experts" in name)
+    for folder in ("trainer", "engine", "checkpoint-2"):
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / folder).state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items()), folder
+    midway = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1").state_dict()
+    assert not torch.equal(midway["lm_head.weight"], weights["lm_head.weight"])
+    by_accelerate = load_file(tmp_path / "accelerate" / "model.safetensors")
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in by_accelerate.items())
