@@ -97,8 +97,9 @@ class Unmodified(NamedTuple):
 def remember_unmodified(self, spec, source_module, ep_size, ep_rank, config, *args, **kwargs):
     sources = _expert_sources(getattr(source_module, spec.experts_name), spec)
     names = {id(param): name for name, param in source_module.named_parameters()}
-    layout, order = _layout_of(spec, sources), tuple(source_module.state_dict())
+    order = tuple(source_module.state_dict())
     remember_unmodified.original(self, spec, source_module, ep_size, ep_rank, config, *args, **kwargs)
+    layout = _layout_of(spec, sources)  # only now: experts that do not fit have failed on all ranks together
     self.unmodified = Unmodified(_renamed(layout, {
         key: names[id(param)]
         for key, param in sources.items()
