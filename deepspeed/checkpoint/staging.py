@@ -5,8 +5,9 @@
 """A Hugging Face checkpoint takes its place in a folder only when all of it is written.
 
 Files are written to ``<folder>/.incomplete``. When every rank is done, the weights that were in the folder move to
-``<folder>/.previous``, the new files move in, the index last, and ``.previous`` is removed. So at every moment either
-the folder or its ``.previous`` holds a checkpoint that loads, and a folder without an index is not taken for one.
+``<folder>/.previous``, the new files move in, the index last, and ``.previous`` is removed. A folder without an index
+is not taken for a checkpoint. Files move one by one: after a kill while the old ones move, those in ``.previous`` and
+those left in the folder are the old checkpoint together; later, ``.previous`` holds it whole.
 """
 import contextlib
 import os
@@ -47,8 +48,8 @@ def staged(folder, group):
         raise
 
 
-def _weights_first(name):
-    """Sorts the file by which a checkpoint is found behind all others."""
+def _entry_last(name):
+    """Sorts the file by which a checkpoint is found, its entry, behind all others."""
     return name in (SINGLE_FILE, INDEX_FILE), name
 
 
@@ -56,7 +57,7 @@ def _put_back(folder):
     """Undo what ``_move_in`` did before it failed."""
     previous = os.path.join(folder, PREVIOUS)
     if os.path.isdir(previous):
-        for name in sorted(os.listdir(previous), key=_weights_first):
+        for name in sorted(os.listdir(previous), key=_entry_last):
             os.rename(os.path.join(previous, name), os.path.join(folder, name))
         os.rmdir(previous)
 
@@ -69,11 +70,11 @@ def _move_in(staging, folder):
             os.remove(os.path.join(folder, name))
     elif old:
         os.makedirs(previous)
-        for name in sorted(old, key=_weights_first, reverse=True):
+        for name in sorted(old, key=_entry_last, reverse=True):
             os.rename(os.path.join(folder, name), os.path.join(previous, name))
         if os.path.isfile(os.path.join(folder, "config.json")):
             shutil.copy(os.path.join(folder, "config.json"), previous)
-    for name in sorted(os.listdir(staging), key=_weights_first):
+    for name in sorted(os.listdir(staging), key=_entry_last):
         os.replace(os.path.join(staging, name), os.path.join(folder, name))
     shutil.rmtree(previous, ignore_errors=True)
     os.rmdir(staging)
