@@ -9,7 +9,6 @@ there, as the Trainer does, and calls ``save_pretrained``; ``ZeRO-3 alone`` does
 is DeepSpeed's own code. Host memory is the growth of a process while it saves, the worst of the ranks, as a multiple
 of the model's bytes. Ranks on cuda share one GPU through gloo.
 """
-import argparse
 import os
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from rich.table import Table
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
 from engines import ds_config  # noqa: E402
-from init import SHAPES, layer_bytes  # noqa: E402
+from init import SHAPES, argument_parser, environment_on, layer_bytes  # noqa: E402
 from ranks import RankGroup  # noqa: E402
 
 WAYS = ("all ranks", "rank 0", "ZeRO-3 alone")
@@ -73,18 +72,14 @@ def saved(way, layers, ranks, sizes, shard_bytes, folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser = argument_parser(__doc__, ranks=[2, 4])
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()
     shape = SHAPES[options.shape]
-    environment = {"DS_ACCELERATOR": "cuda", "LOCAL_RANK": "0"} if options.device == "cuda" else {}
     table = Table("ranks", "way", "seconds", "host memory / model")
     for ranks in options.ranks:
         for way in WAYS:
-            group = RankGroup(ranks, environment)
+            group = RankGroup(ranks, environment_on(options.device))
             with tempfile.TemporaryDirectory() as folder:
                 seen = group.run(saved,
                                  way,

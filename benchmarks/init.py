@@ -34,13 +34,24 @@ def layer_bytes(shape):
     return 2 * 3 * shape["num_experts"] * shape["hidden_size"] * shape["moe_intermediate_size"]  # bf16
 
 
+def argument_parser(description, ranks):
+    """The options of every benchmark that starts groups of ``ranks`` (the default) on models of ``SHAPES``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--ranks", type=int, nargs="+", default=ranks)
+    return parser
+
+
+def environment_on(device):
+    """What ranks need in their environment to run on ``device``; on cuda they share one GPU."""
+    return {"DS_ACCELERATOR": "cuda", "LOCAL_RANK": "0"} if device == "cuda" else {}
+
+
 def worst(ranks, ep, layers, who, options):
     """The largest of each figure over the ranks, all of one kind of set-up."""
     shape = SHAPES[options.shape]
-    environment = {"DS_AUTOEP_OFF": OVERLAY[who]}
-    if options.device == "cuda":
-        environment.update(DS_ACCELERATOR="cuda", LOCAL_RANK="0")
-    group = RankGroup(ranks, environment)
+    group = RankGroup(ranks, {"DS_AUTOEP_OFF": OVERLAY[who], **environment_on(options.device)})
     seen = group.run(measure, layers, ep, shape, "bf16", options.device, False, layer_bytes(shape) // 16, timeout=600)
     group.close()
     return {key: max(rank[key] for rank in seen) for key in seen[0]}
@@ -75,10 +86,7 @@ def plot(measured, layer, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4])
+    parser = argument_parser(__doc__, ranks=[4])
     parser.add_argument("--ep", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--layers", type=int, nargs="+", default=[2])
     parser.add_argument("--plot", help="file for a plot of the replace transient over the number of ranks")

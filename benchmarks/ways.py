@@ -8,7 +8,6 @@
 under ZeRO-3, EP = number of ranks. Transients are the worst of the ranks, in multiples of a layer's expert bytes; a
 step is the median of rank 0. Ranks on cuda share one GPU through gloo, where only a ratio of steps means something.
 """
-import argparse
 import os
 import statistics
 import sys
@@ -19,7 +18,7 @@ from rich.table import Table
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
 from engines import ds_config  # noqa: E402
-from init import SHAPES, layer_bytes  # noqa: E402
+from init import SHAPES, argument_parser, environment_on, layer_bytes  # noqa: E402
 from init_memory import measure  # noqa: E402
 from ranks import RankGroup  # noqa: E402
 
@@ -52,10 +51,9 @@ def step_seconds(layers, ep, sizes, preset, tokens, device, steps=8):
 
 def rows(options):
     shape = SHAPES[options.shape]
-    environment = {"DS_ACCELERATOR": "cuda", "LOCAL_RANK": "0"} if options.device == "cuda" else {}
     for ranks in options.ranks:
         for way, preset in WAYS.items():
-            group = RankGroup(ranks, environment)
+            group = RankGroup(ranks, environment_on(options.device))
             seen = group.run(measure, options.layers, ranks, shape, "bf16", options.device, False,
                              layer_bytes(shape) // 16, preset, timeout=600)  # yapf: disable
             step = group.run(step_seconds, options.layers, ranks, shape, preset, options.tokens, options.device,
@@ -65,10 +63,7 @@ def rows(options):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser = argument_parser(__doc__, ranks=[1, 2])
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=1024, help="per rank and step")
     options = parser.parse_args()

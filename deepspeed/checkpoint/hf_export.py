@@ -26,7 +26,7 @@ from deepspeed.checkpoint.hf_layout import converted_tensors, file_tensors
 from deepspeed.checkpoint.model_tensors import model_tensors
 from deepspeed.checkpoint.staging import INDEX_FILE, SINGLE_FILE, staged
 from deepspeed.comm.agreement import agree, failing_together
-from deepspeed.moe.reshard_exchange import DEFAULT_BUCKET_BYTES
+from deepspeed.moe.reshard_exchange import bucket_bytes_of
 
 # Of tokenizers and processors, which a model's folder usually has beside the weights.
 _CARRIED_OVER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -79,15 +79,11 @@ def save_hf_checkpoint(engine, save_dir, max_shard_size="50GB", tokenizer=None):
         with failing_together(group):
             if dist.get_rank(group=group) == 0:
                 _save_config(model, tokenizer, staging)
-        _write(model, held, shards, len(writers), staging, group, _bucket_bytes(engine))
+        _write(model, held, shards, len(writers), staging, group, bucket_bytes_of(engine._config._param_dict))
         with failing_together(group):
             if dist.get_rank(group=group) == 0 and split.is_sharded:
                 _write_index(os.path.join(staging, INDEX_FILE), split,
                              sum(held.tensors[name].numel() for name in names if name not in held.buffers))
-
-
-def _bucket_bytes(engine):
-    return engine._config._param_dict.get("expert_parallel", {}).get("reshard_bucket_bytes", DEFAULT_BUCKET_BYTES)
 
 
 @contextlib.contextmanager
@@ -213,9 +209,9 @@ def consolidated_state_dict(engine, exclude_frozen_parameters=False):
         first = {}  # of tied names
         for name in names:
             first.setdefault(id(held.tensors[name]), name)
-        whole = {}
-        for batch in _batches(held.tensors, list(first.values()), _bucket_bytes(engine)):
-            whole.update(held.gather({name: held.whole(name, 0) for name in batch}, group, _bucket_bytes(engine)))
+        whole, bucket_bytes = {}, bucket_bytes_of(engine._config._param_dict)
+        for batch in _batches(held.tensors, first.values(), bucket_bytes):
+            whole.update(held.gather({name: held.whole(name, 0) for name in batch}, group, bucket_bytes))
     if dist.get_rank(group=group) != 0:
         return None
     return {name: whole[first[id(held.tensors[name])]] for name in names}

@@ -28,7 +28,7 @@ class FileTensor(NamedTuple):
         inputs: names of the model's tensors that it is made of.
         storage: tensors for which this is equal share a file, as ``save_pretrained`` lets what shares memory.
     """
-    shape: Tuple[int, ...]
+    shape: torch.Size
     dtype: torch.dtype
     view: Optional[Side]
     inputs: Tuple[str, ...]

@@ -131,7 +131,7 @@ def model_tensors(model, group):
     blocks = {f"{name}.": block for name, block in model.named_modules() if _is_replaced_block(block)}
     with local_state():
         state = model.state_dict(keep_vars=True)
-    known = {}
+    known = {}  # id of a tensor, or the prefix of a replaced block -> its first name
     for name, tensor in state.items():
         prefix = next((prefix for prefix in blocks if name.startswith(prefix)), None)
         if prefix in known or not isinstance(tensor, torch.Tensor):

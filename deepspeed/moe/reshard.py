@@ -57,12 +57,7 @@ def expert_placement(numel, ranks):
         numel: elements of the tensor of all experts; divisible by the EP degree, ``len(ranks)``.
         ranks: ``ranks[ep_rank]`` lists the ranks of that expert-data-parallel (EDP) group, in group order.
     """
-    slice_numel = numel // len(ranks)
-    degree = len(ranks[0])
-    shard = -(-slice_numel // degree)
-    starts = np.minimum(np.arange(degree) * shard, slice_numel)
-    bounds = (np.arange(len(ranks))[:, None] * slice_numel + starts).reshape(-1)
-    return Placement(np.append(bounds, numel), np.asarray(ranks).reshape(-1))
+    return _in_shards(numel, ranks, -(-numel // len(ranks) // len(ranks[0])))
 
 
 def replicated_expert_placement(numel, ranks):
@@ -71,9 +66,15 @@ def replicated_expert_placement(numel, ranks):
     Args:
         numel, ranks: as in ``expert_placement``.
     """
-    starts = np.arange(len(ranks)) * (numel // len(ranks))
-    bounds = np.repeat(np.append(starts[1:], numel), len(ranks[0]))
-    return Placement(np.append(0, bounds), np.asarray(ranks).reshape(-1))
+    return _in_shards(numel, ranks, numel // len(ranks))
+
+
+def _in_shards(numel, ranks, shard):
+    """Each row of ``ranks`` has an equal slice of the tensor, of which its ranks take ``shard`` elements in turn."""
+    slice_numel = numel // len(ranks)
+    starts = np.minimum(np.arange(len(ranks[0])) * shard, slice_numel)
+    bounds = (np.arange(len(ranks))[:, None] * slice_numel + starts).reshape(-1)
+    return Placement(np.append(bounds, numel), np.asarray(ranks).reshape(-1))
 
 
 def sole_placement(numel, owner, world_size):

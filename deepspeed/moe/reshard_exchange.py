@@ -19,6 +19,11 @@ from deepspeed.comm.agreement import agree
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 
 
+def bucket_bytes_of(ds_config):
+    """``expert_parallel.reshard_bucket_bytes`` of a DeepSpeed configuration (a dict), or its default."""
+    return ds_config.get("expert_parallel", {}).get("reshard_bucket_bytes", DEFAULT_BUCKET_BYTES)
+
+
 class Traffic(NamedTuple):
     """Bytes that crossed the network from and to this rank, and the number of all-to-alls."""
     sent: int

@@ -13,7 +13,7 @@ from deepspeed.checkpoint.constants import (AUTOEP_LAYERS_KEY, AUTOEP_ZERO3_EXPE
                                             AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT)
 from deepspeed.module_inject.experts_only import (EXPERTS_ONLY_KEYS, ExpertParallelExperts, ExpertsSpec, check_experts,
                                                   local_state)
-from deepspeed.moe.reshard_exchange import DEFAULT_BUCKET_BYTES
+from deepspeed.moe.reshard_exchange import bucket_bytes_of
 from deepspeed.runtime.zero.expert_partitioning import replacing_layers_of
 from deepspeed_autoep.extension import adds, extends
 
@@ -71,8 +71,7 @@ def replace_with_partitioned_experts(self, model, *args, **kwargs):
     if not (block.enabled and self.zero_optimization_partition_weights()):
         return replace_with_partitioned_experts.original(self, model, *args, **kwargs)
     config = self._config._param_dict
-    bucket_bytes = config["expert_parallel"].get("reshard_bucket_bytes", DEFAULT_BUCKET_BYTES)
-    with replacing_layers_of(model, config, bucket_bytes):
+    with replacing_layers_of(model, config, bucket_bytes_of(config)):
         replaced = replace_with_partitioned_experts.original(self, model, *args, **kwargs)
     gc.collect()  # a ZeRO parameter's own methods close over it: only the collector frees what was replaced
     return replaced
