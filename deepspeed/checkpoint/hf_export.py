@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 import deepspeed.comm as dist
-from deepspeed.checkpoint.hf_layout import converted_tensors, file_tensors
+from deepspeed.checkpoint.hf_layout import file_tensors, saved_contents
 from deepspeed.checkpoint.model_tensors import model_tensors
 from deepspeed.checkpoint.staging import INDEX_FILE, SINGLE_FILE, staged
 from deepspeed.comm.agreement import agree, failing_together
@@ -38,7 +38,7 @@ _CARRIED_OVER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.
 class _File(NamedTuple):
     name: str
     owner: int
-    tensors: dict  # name -> FileTensor
+    tensors: dict  # name -> hf_layout.Converted
 
 
 def save_hf_checkpoint(engine, save_dir, max_shard_size="50GB", tokenizer=None):
@@ -116,10 +116,10 @@ def _split(files, max_shard_size):
     """How ``save_pretrained`` would spread the tensors over files: those that share memory stay together."""
     nbytes = {}
     for tensor in files.values():
-        nbytes[tensor.storage] = nbytes.get(tensor.storage, 0) + tensor.nbytes
+        nbytes[tensor.memory] = nbytes.get(tensor.memory, 0) + tensor.nbytes
     return split_state_dict_into_shards_factory(files,
-                                                get_storage_size=lambda tensor: nbytes[tensor.storage],
-                                                get_storage_id=lambda tensor: tensor.storage,
+                                                get_storage_size=lambda tensor: nbytes[tensor.memory],
+                                                get_storage_id=lambda tensor: tensor.memory,
                                                 filename_pattern=SINGLE_FILE.replace(".", "{suffix}."),
                                                 max_shard_size=max_shard_size)
 
@@ -151,9 +151,9 @@ def _wanted(held, shard):
     """What the writer of a file needs: its tensors, or what they are computed from."""
     wanted = {}
     for name, tensor in shard.tensors.items():
-        view = tensor.view and held.view(name, tensor.shape, tensor.dtype, tensor.view, shard.owner)
-        if view:
-            wanted[name] = view
+        moved = tensor.sections and held.made_of(name, tensor.shape, tensor.dtype, tensor.sections, shard.owner)
+        if moved:
+            wanted[name] = moved
         else:
             wanted.update({_input(part): held.whole(part, shard.owner, _input(part)) for part in tensor.inputs})
     return wanted
@@ -162,7 +162,7 @@ def _wanted(held, shard):
 def _write_file(model, shard, gathered, path):
     for name, tensor in shard.tensors.items():
         if name not in gathered:
-            gathered.update(converted_tensors(model, {part: gathered[_input(part)] for part in tensor.inputs}))
+            gathered.update(saved_contents(model, {part: gathered[_input(part)] for part in tensor.inputs}))
     save_file({name: gathered[name] for name in shard.tensors}, path, metadata={"format": "pt"})
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, Optional
 import torch
 
 import deepspeed.comm as dist
+from deepspeed.checkpoint.tensor_origins import View, through
 from deepspeed.comm.agreement import agree
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.module_inject.experts_only import ExpertParallelExperts, local_state
@@ -63,17 +64,29 @@ class ModelTensors:
             for section in self.sections[name])
         return Wanted(owner, self.tensors[name].shape, self.tensors[name].dtype, sections)
 
-    def view(self, target, shape, dtype, view, owner):
-        """``Wanted``: a strided view of one of the tensors, to be called ``target``; None if it is no box of them."""
-        sections = self.sections[view.tensor]
-        if len(sections) == 1:
-            side = dataclasses.replace(sections[0].source, offset=view.offset, strides=view.strides)
-            found = [_section(shape, Side(target, 0, row_major(shape)), side)]
-        elif view.strides == row_major(shape):
-            found = [part for section in sections for part in _within(section, view.offset, prod(shape), target)]
-        else:
-            return None
+    def made_of(self, target, shape, dtype, sections, owner):
+        """``Wanted``: a tensor to be called ``target``, made of boxes of the tensors; None if those are no boxes here.
+
+        Args:
+            sections: to the wanted tensor, flat, from tensors of the state dict.
+        """
+        found = []
+        for section in sections:
+            axes = zip(section.shape, section.source.strides, section.target.strides)
+            view = View(tuple(axes), section.source.offset, section.target.offset)
+            moved = through(self._around(section), view)
+            if moved is None:
+                return None
+            found += [dataclasses.replace(part, target=dataclasses.replace(part.target, tensor=target))
+                      for part in moved]  # yapf: disable
         return Wanted(owner, shape, dtype, tuple(found))
+
+    def _around(self, section):
+        """The sections of the tensor that ``section`` takes from, cut to what it takes if that is one interval."""
+        sections, side = self.sections[section.source.tensor], section.source
+        if len(sections) == 1 or side.strides != row_major(section.shape):
+            return sections
+        return [part for one in sections for part in _within(one, side.offset, prod(section.shape))]
 
     def gather(self, wanted, group, bucket_bytes):
         """Bring tensors together on their owners, which hold them on the CPU; every rank must call.
@@ -109,14 +122,13 @@ def _section(shape, target, source):
     return Section(tuple(shape), target, source).collapsed()
 
 
-def _within(section, start, numel, target):
-    """The parts of ``section`` in elements ``[start, start + numel)`` of its target, now a flat tensor of its own."""
-    side = section.target
+def _within(section, start, numel):
+    """The parts of ``section`` in elements ``[start, start + numel)`` of its target."""
+    target, source = section.target, section.source
     return [
-        Section(box.shape, Side(target,
-                                side.at(box.start) - start, side.strides),
-                dataclasses.replace(section.source, offset=section.source.at(box.start)))
-        for box in boxes_of(section.shape, side.strides, start - side.offset, start + numel - side.offset)
+        Section(box.shape, dataclasses.replace(target, offset=target.at(box.start)),
+                dataclasses.replace(source, offset=source.at(box.start)))
+        for box in boxes_of(section.shape, target.strides, start - target.offset, start + numel - target.offset)
     ]
 
 
