@@ -10,7 +10,7 @@ from deepspeed_autoep import __version__
 from deepspeed_autoep import estimate as memory
 from deepspeed_autoep import family_matrix
 from deepspeed_autoep.extension import State
-from deepspeed_autoep.finder import installed_finder
+from deepspeed_autoep.finder import installed_finders
 from deepspeed_autoep.model_sizes import EstimateError, read_model
 
 _COLOURS = {State.APPLIED: "green", State.UPSTREAM: "cyan", State.OFF: "yellow", State.DRIFT: "red"}
@@ -29,20 +29,22 @@ def status(arguments) -> int:
     from rich.table import Table
 
     console = _console()
-    finder = installed_finder()
-    if finder is None:
+    overlays = [finder.overlay for finder in installed_finders()]
+    if not overlays:
         console.print("The overlay is off (DS_AUTOEP=0): DeepSpeed is as installed.")
         return 0
-    overlay = finder.overlay
-    overlay.load_all()
-    table = Table(title=f"deepspeed-autoep {__version__} on {overlay.package} {overlay.found_version}")
+    for overlay in overlays:
+        overlay.load_all()
+    releases = ", ".join(f"{overlay.package} {overlay.found_version}" for overlay in overlays)
+    table = Table(title=f"deepspeed-autoep {__version__} on {releases}")
     for column in ("feature", "extends", "state", "why"):
         table.add_column(column, overflow="fold")
-    for e in sorted(overlay.extensions, key=lambda e: (e.feature, e.name)):
+    extensions = [e for overlay in overlays for e in overlay.extensions]
+    for e in sorted(extensions, key=lambda e: (e.feature, e.name)):
         why = e.why if e.state is State.APPLIED else f"{e.reason} ({e.why})"
         table.add_row(e.feature, e.name, f"[{_COLOURS[e.state]}]{e.state.value}[/]", escape(why))
     console.print(table)
-    return 1 if any(e.state is State.DRIFT for e in overlay.extensions) else 0
+    return 1 if any(e.state is State.DRIFT for e in extensions) else 0
 
 
 def estimate(arguments) -> int:

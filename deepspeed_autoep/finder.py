@@ -1,21 +1,21 @@
 # Copyright (c) DeepSpeed Team.
 # SPDX-License-Identifier: Apache-2.0
-"""The import hook: runs a twin after the DeepSpeed module that it extends, and serves the modules DeepSpeed lacks.
+"""The import hook: runs a twin after the module that it extends, and serves the modules that DeepSpeed lacks.
 
-Only ``os`` and ``sys`` are imported here; the rest is loaded with the first DeepSpeed module that has a twin.
+Only ``os`` and ``sys`` are imported here; the rest is loaded with the first module that has a twin.
 """
 import os
 import sys
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-# Seen by the overlay whether it has a twin or not: a misfit becomes an error when a configuration is read.
-CONFIG_MODULE = "runtime.config"
+# Of DeepSpeed; seen whether it has a twin or not: a misfit becomes an error when a configuration is read.
+_CONFIG_MODULE = "deepspeed.runtime.config"
 
 
-def overlay_root() -> str:
-    """The folder that mirrors DeepSpeed's tree: inside this package in a wheel, beside it in a checkout."""
-    installed = os.path.join(_HERE, "deepspeed")
-    return installed if os.path.isdir(installed) else os.path.join(os.path.dirname(_HERE), "deepspeed")
+def overlay_root(package: str) -> str:
+    """The folder that mirrors the package's tree: inside this package in a wheel, beside it in a checkout."""
+    in_wheel = os.path.isdir(os.path.join(_HERE, "deepspeed"))
+    return os.path.join(_HERE if in_wheel else os.path.dirname(_HERE), package)
 
 
 def modules_below(root: str, package: str) -> dict:
@@ -30,13 +30,18 @@ def modules_below(root: str, package: str) -> dict:
 
 
 class OverlayFinder:
-    """A ``sys.meta_path`` finder for one package and the overlay folder that extends it."""
+    """A ``sys.meta_path`` finder for one package and the overlay folder that extends it.
 
-    def __init__(self, package: str, root: str, **overlay_options):
+    Args:
+        config_module: dotted name of the module whose configuration class refuses a misfit, if it is in the package.
+        overlay_options: of ``Overlay``.
+    """
+
+    def __init__(self, package: str, root: str, config_module=None, **overlay_options):
         self.package = package
         self.root = root
         self._prefix = package + "."
-        self._config_module = self._prefix + CONFIG_MODULE
+        self._config_module = config_module
         self._overlay_options = overlay_options
         self._files = None
         self._overlay = None
@@ -48,14 +53,18 @@ class OverlayFinder:
         return self._files
 
     @property
+    def _seen(self) -> set:
+        return {*self.files, *filter(None, [self._config_module])}
+
+    @property
     def overlay(self):
         if self._overlay is None:
             from deepspeed_autoep.overlay import Overlay
-            self._overlay = Overlay(self.package, self.files, **self._overlay_options)
+            self._overlay = Overlay(self.package, self.files, self._config_module, **self._overlay_options)
         return self._overlay
 
     def find_spec(self, name, path=None, target=None):
-        if not name.startswith(self._prefix) or name not in self.files and name != self._config_module:
+        if not name.startswith(self._prefix) or name not in self._seen:
             return None
         spec = self._spec_without_us(name, path, target)
         if spec is None and name in self.files:
@@ -80,8 +89,7 @@ class OverlayFinder:
         if self.package not in sys.modules:
             return
         # Listed first: what a twin imports meets this finder, so it is bound, or new, already.
-        names = sorted({self._config_module, *self.files})
-        for module in [sys.modules[name] for name in names if name in sys.modules]:
+        for module in [sys.modules[name] for name in sorted(self._seen) if name in sys.modules]:
             self.overlay.bind(module)
 
 
@@ -104,16 +112,16 @@ class _LoadedBy:
         return getattr(self._loader, name)
 
 
-def installed_finder():
-    """The finder of the DeepSpeed overlay, or None when it is switched off."""
-    return next((f for f in sys.meta_path if isinstance(f, OverlayFinder) and f.package == "deepspeed"), None)
+def installed_finders() -> list:
+    """The finders of our overlays, that on DeepSpeed first; none when they are switched off."""
+    return sorted((f for f in sys.meta_path if isinstance(f, OverlayFinder)), key=lambda finder: finder.package)
 
 
-def install() -> OverlayFinder:
-    """Switch the overlay on for this process. Calling it again changes nothing."""
-    finder = installed_finder()
-    if finder is None:
-        finder = OverlayFinder("deepspeed", overlay_root())
+def install() -> None:
+    """Switch the overlays on for this process. Calling it again changes nothing."""
+    if installed_finders():
+        return
+    beside = OverlayFinder("transformers", overlay_root("transformers"))
+    for finder in (beside, OverlayFinder("deepspeed", overlay_root("deepspeed"), _CONFIG_MODULE, beside=beside)):
         sys.meta_path.insert(0, finder)
         finder.bind_loaded()
-    return finder

@@ -16,9 +16,9 @@ from types import FunctionType, ModuleType
 from typing import Optional
 
 from deepspeed_autoep.extension import Extension, State, collect_extensions, signature_mismatch, undecorated
-from deepspeed_autoep.finder import CONFIG_MODULE
 
-SUPPORTED_DEEPSPEED, TESTED_DEEPSPEED = ">=0.19.6,<0.20", "0.19.8"
+# Per package: the releases that the twins were written for, and the one to install when another does not fit.
+_RELEASES = {"deepspeed": (">=0.19.6,<0.20", "0.19.8"), "transformers": (">=5.17,<6", "5.24.0")}
 # Constructing this class is the first thing that zero.Init, deepspeed.initialize and the Trainer do with a config.
 CONFIG_CLASS = "DeepSpeedConfig"
 
@@ -43,21 +43,19 @@ class Overlay:
     Args:
         package: the package that is extended.
         files: dotted module name -> file, for every twin and every new module.
-        supported: version specifier of the releases that the twins were written for.
-        tested: the release to install when the installed one does not fit.
+        config_module: dotted name of the module whose ``CONFIG_CLASS`` refuses a misfit, if it is in this package.
+        releases: version specifier of the releases that the twins were written for, and the one to install when
+            another does not fit.
+        beside: the ``OverlayFinder`` of another package, which has to fit as well.
     """
 
-    def __init__(self,
-                 package: str,
-                 files: dict,
-                 supported: str = SUPPORTED_DEEPSPEED,
-                 tested: str = TESTED_DEEPSPEED):
+    def __init__(self, package: str, files: dict, config_module: Optional[str], releases=None, beside=None):
         self.package = package
         self.files = files
-        self.supported = supported
-        self.tested = tested
+        self.supported, self.tested = releases or _RELEASES[package]
+        self._beside = beside
         self._recorded: dict = {}  # module name -> its extensions
-        self._config_module = f"{package}.{CONFIG_MODULE}"
+        self._config_module = config_module
 
     @property
     def extensions(self) -> list:
@@ -216,15 +214,24 @@ class Overlay:
 
     def load_all(self) -> None:
         """Import every module that has a twin, so that each extension has met its target."""
-        for name in sorted({self._config_module, *self.files}):
+        for name in sorted({*self.files, *filter(None, [self._config_module])}):
             try:
                 importlib.import_module(name)
             except Exception as error:
                 self._record(name, [self._whole_twin(f"importing it failed with {type(error).__name__}: {error}")])
 
     def require_fit(self) -> None:
-        """Raise OverlayError when an extension does not fit the installed release."""
-        self.load_all()
+        """Raise OverlayError when an extension, of this package or the one beside, does not fit what is installed."""
+        overlays = [self, *([self._beside.overlay] if self._beside else [])]
+        for overlay in overlays:
+            overlay.load_all()
+            overlay._raise_misfits()
+        features = {e.feature for overlay in overlays for e in overlay.extensions}
+        if features_off() - features:
+            raise OverlayError(f"DS_AUTOEP_OFF: found {', '.join(sorted(features_off() - features))}; allowed: "
+                               f"{', '.join(sorted(features))}, separated by commas")
+
+    def _raise_misfits(self) -> None:
         misfits = [e for e in self.extensions if e.state is State.DRIFT]
         if misfits:
             listed = "\n".join(f"  {e.name}: {e.reason}" for e in misfits)
@@ -232,7 +239,3 @@ class Overlay:
                 f"expert_parallel: the deepspeed-autoep overlay does not fit {self.package} {self.found_version}:\n"
                 f"{listed}\nInstall a release that it was tested on: pip install '{self.package}=={self.tested}'. "
                 "Jobs without an expert_parallel block are not affected; DS_AUTOEP=0 switches the overlay off.")
-        features = {e.feature for e in self.extensions}
-        if features_off() - features:
-            raise OverlayError(f"DS_AUTOEP_OFF: found {', '.join(sorted(features_off() - features))}; allowed: "
-                               f"{', '.join(sorted(features))}, separated by commas")

@@ -77,8 +77,12 @@ class FakePackage:
         importlib.invalidate_caches()
         return file
 
-    def finder(self, supported=">=1.4,<2"):
-        return OverlayFinder(PACKAGE, str(self.overlay_root), supported=supported, tested="1.5.0")
+    def finder(self, supported=">=1.4,<2", beside=None):
+        return OverlayFinder(PACKAGE,
+                             str(self.overlay_root),
+                             f"{PACKAGE}.runtime.config",
+                             releases=(supported, "1.5.0"),
+                             beside=beside)
 
     def switch_on(self, **options):
         """Do what ``deepspeed_autoep.finder.install`` does for DeepSpeed; returns the overlay."""

@@ -22,7 +22,7 @@ def _import_everything():
 
     from deepspeed_autoep.finder import modules_below, overlay_root
     absent = []
-    for name in modules_below(overlay_root(), "deepspeed"):
+    for name in modules_below(overlay_root("deepspeed"), "deepspeed"):
         try:
             importlib.import_module(name)
         except ModuleNotFoundError:
@@ -34,7 +34,7 @@ def _code_of_ours(value):
     """``file:name`` of a function from the overlay, the class of another value of ours, or None."""
     import deepspeed_autoep
     from deepspeed_autoep.finder import overlay_root
-    folders = (overlay_root() + os.sep, os.path.dirname(deepspeed_autoep.__file__) + os.sep)
+    folders = (overlay_root("deepspeed") + os.sep, os.path.dirname(deepspeed_autoep.__file__) + os.sep)
     value = getattr(value, "__func__", getattr(value, "fget", value))
     code = getattr(value, "__code__", None)
     if code is not None:
@@ -63,7 +63,7 @@ def _attributes(module):
 def _footprint():
     """Every attribute of a DeepSpeed module that comes from us, and its layers."""
     from deepspeed_autoep.finder import modules_below, overlay_root
-    files = modules_below(overlay_root(), "deepspeed")
+    files = modules_below(overlay_root("deepspeed"), "deepspeed")
     found = {}
     for name, module in list(sys.modules.items()):
         if (name + ".").startswith("deepspeed.") and isinstance(module, types.ModuleType):
@@ -74,8 +74,8 @@ def _footprint():
 
 
 def _declared():
-    from deepspeed_autoep.finder import installed_finder
-    finder = installed_finder()
+    from deepspeed_autoep.finder import installed_finders
+    finder = next(iter(installed_finders()), None)
     return finder and [
         dict(feature=e.feature,
              module=e.module,

@@ -29,7 +29,7 @@ def status(fake, monkeypatch, capsys):
     def run():
         finder = fake.finder()
         sys.meta_path.insert(0, finder)
-        monkeypatch.setattr(cli, "installed_finder", lambda: finder)
+        monkeypatch.setattr(cli, "installed_finders", lambda: [finder])
         return cli.main(["status"]), capsys.readouterr().out
 
     return run

@@ -318,7 +318,7 @@ def test_no_warning_is_raised(fake):
 import sys
 from deepspeed_autoep.finder import OverlayFinder
 sys.path.insert(0, {str(fake.source.parent)!r})
-sys.meta_path.insert(0, OverlayFinder({PACKAGE!r}, {str(fake.overlay_root)!r}, supported=">=1"))
+sys.meta_path.insert(0, OverlayFinder({PACKAGE!r}, {str(fake.overlay_root)!r}, releases=(">=1", "1.5.0")))
 import fakespeed.maths, fakespeed.runtime.config, fakespeed.runtime.fresh, importlib
 assert importlib.reload(fakespeed.maths).double(3) == 7
 fakespeed.runtime.config.DeepSpeedConfig({{"expert_parallel": {{"enabled": True}}}})

@@ -116,6 +116,15 @@ def test_release_outside_the_window(fake, found, late):
     assert_only_expert_parallel_fails(fake, f"found {PACKAGE} {found}", f"expected {PACKAGE}>=1.4,<2")
 
 
+def test_package_beside_has_to_fit_too(fake):
+    fake.twin("maths.py", TWIN)
+    beside = fake.finder(supported=">=1.6")
+    fake.switch_on(beside=beside)
+    assert fake.load("maths").double(3) == 7
+    beside.bind_loaded()
+    assert_only_expert_parallel_fails(fake, f"found {PACKAGE} 1.5.0", f"expected {PACKAGE}>=1.6")
+
+
 @pytest.mark.parametrize("found", ["1.4", "1.9.9", "1.5.0+cu130", "1.6.0rc1", "1.6.0.dev3+local"])
 def test_release_inside_the_window(fake, found):
     fake.write("__init__.py", f"__version__ = {found!r}\n")

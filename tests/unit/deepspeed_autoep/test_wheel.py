@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 def wheel(tmp_path_factory):
     """A wheel built from a copy of the sources: a build leaves files behind, and may pick up old ones."""
     copy, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("deepspeed", "deepspeed_autoep", "requirements"):
+    for name in ("deepspeed", "transformers", "deepspeed_autoep", "requirements"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ROOT.iterdir():
         if file.is_file() and not file.name.startswith("."):
@@ -50,9 +50,9 @@ def sources(folder):
 
 
 def test_files(wheel):
-    """Exactly our two trees, the overlay inside the package, and the start-up line. Nothing in DeepSpeed's folder."""
+    """Exactly our trees, the overlays inside the package, and the start-up line. Nothing in DeepSpeed's folder."""
     ours = [str(path) for path in sources("deepspeed_autoep")]
-    overlay = [f"deepspeed_autoep/{path}" for path in sources("deepspeed")]
+    overlay = [f"deepspeed_autoep/{path}" for name in ("deepspeed", "transformers") for path in sources(name)]
     others = [name for name in files_of(wheel) if ".dist-info/" not in name]
     data = ["deepspeed_autoep.pth", "deepspeed_autoep/families.json"]
     assert overlay and sorted(others) == sorted(ours + overlay + data)
@@ -85,13 +85,15 @@ def test_installing_switches_on(installed, variables, on, tmp_path):
     assert (done.stdout, done.stderr) == (f"{on} False\n", "")
 
 
-def test_overlay_is_found_inside_the_package(installed, tmp_path):
+@pytest.mark.parametrize("package", ["deepspeed", "transformers"])
+def test_overlay_is_found_inside_the_package(installed, tmp_path, package):
     code = ("from deepspeed_autoep.finder import modules_below, overlay_root\n"
-            "print(overlay_root(), *sorted(modules_below(overlay_root(), 'deepspeed')), sep='\\n')")
+            f"root = overlay_root({package!r})\n"
+            f"print(root, *sorted(modules_below(root, {package!r})), sep='\\n')")
     done = subprocess.run([installed, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     root, *names = done.stdout.splitlines()
-    assert root.endswith("site-packages/deepspeed_autoep/deepspeed")
-    assert names == sorted(str(path.with_suffix("")).replace("/", ".") for path in sources("deepspeed"))
+    assert root.endswith(f"site-packages/deepspeed_autoep/{package}")
+    assert names == sorted(str(path.with_suffix("")).replace("/", ".") for path in sources(package))
 
 
 def test_without_deepspeed_its_import_fails_as_ever(installed, tmp_path):
