@@ -1,13 +1,13 @@
 # Fresh machine: `make demo`, `make test`. PYTHON chooses the interpreter (3.10 to 3.12).
 PYTHON ?= python3
-OVERLAY := $(shell find deepspeed deepspeed_autoep -name '*.py' -o -name '*.json') deepspeed_autoep.pth setup.py README.md
+OVERLAY := $(shell find deepspeed transformers deepspeed_autoep -name '*.py' -o -name '*.json') deepspeed_autoep.pth setup.py README.md
 PIP := -m pip --disable-pip-version-check
 # DeepSpeed counts a CPU machine's devices by its sockets unless this says otherwise.
 export LOCAL_SIZE ?= 8
 export DS_ACCELERATOR ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup setup-floor demo test test-newest test-floor test-transformers-floor test-slow test-families families bench-init bench-ways bench-export bench-plan bench-memory bench-startup lint clean
+.PHONY: setup setup-floor demo test test-newest test-floor test-transformers-floor test-slow test-families families bench-init bench-ways bench-export bench-load bench-plan bench-memory bench-startup lint clean
 
 setup: .venv/.overlay
 setup-floor: .venv-floor/.overlay
@@ -65,6 +65,9 @@ bench-ways: setup
 
 bench-export: setup
 	.venv/bin/python benchmarks/export.py
+
+bench-load: setup
+	.venv/bin/python benchmarks/load.py
 
 bench-plan: setup
 	.venv/bin/python benchmarks/plan.py

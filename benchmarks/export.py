@@ -12,7 +12,6 @@ of the model's bytes. Ranks on cuda share one GPU through gloo.
 import os
 import sys
 import tempfile
-import threading
 import time
 
 from rich.console import Console
@@ -20,29 +19,11 @@ from rich.table import Table
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
 from engines import ds_config  # noqa: E402
+from host_memory import HostMemory  # noqa: E402
 from init import SHAPES, argument_parser, environment_on, layer_bytes  # noqa: E402
 from ranks import RankGroup  # noqa: E402
 
 WAYS = ("all ranks", "rank 0", "ZeRO-3 alone")
-
-
-class HostMemory(threading.Thread):
-    """The most bytes that this process has more than at the start, looked at every few milliseconds."""
-
-    def __init__(self):
-        import psutil
-
-        super().__init__(daemon=True)
-        self._process, self._over = psutil.Process(), threading.Event()
-        self._before, self.growth = self._process.memory_info().rss, 0
-
-    def run(self):
-        while not self._over.wait(0.005):
-            self.growth = max(self.growth, self._process.memory_info().rss - self._before)
-
-    def stop(self):
-        self._over.set()
-        self.join()
 
 
 def saved(way, layers, ranks, sizes, shard_bytes, folder):

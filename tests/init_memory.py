@@ -47,6 +47,10 @@ class LiveBytes(TorchDispatchMode):
             self.peak = max(self.peak, self.live)
             weakref.finalize(storage, self._forget, key, storage.nbytes())
 
+    def leave_out(self, tensors):
+        """Do not count memory that is mapped from a file."""
+        self._known.update(tensor.untyped_storage()._cdata for tensor in tensors)
+
     def reset(self):
         """Let the peak start anew from what is alive."""
         self.peak = self.live

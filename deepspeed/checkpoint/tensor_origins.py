@@ -164,8 +164,8 @@ def _part(section, view):
     sizes, before, after = zip(*view.axes) if view.axes else ((1, ), (1, ), (1, ))
     box = Section(sizes, dataclasses.replace(section.target, offset=view.before, strides=before),
                   dataclasses.replace(section.target, offset=view.after, strides=after))  # yapf: disable
-    found = _one_through(box, View(tuple(zip(section.shape, section.target.strides, section.source.strides)),
-                              section.target.offset, section.source.offset))  # yapf: disable
+    axes = zip(section.shape, section.target.strides, section.source.strides)
+    found = _one_through(box, View(tuple(axes), section.target.offset, section.source.offset))
     return found and Section(found.shape, dataclasses.replace(found.source, tensor=section.target.tensor),
                              dataclasses.replace(found.target, tensor=section.source.tensor))  # yapf: disable
 
@@ -192,9 +192,9 @@ def _one_through(section, view):
         strides.append(step * after)
     if left or min(room.values()) < 0:
         return None
-    return Section(tuple(size for size, _, _ in parts), dataclasses.replace(section.target, offset=offset,
-                                                                            strides=tuple(strides)),
-                   dataclasses.replace(section.source, strides=tuple(source for _, _, source in parts)))  # yapf: disable
+    sizes, _, sources = zip(*parts)
+    return Section(sizes, dataclasses.replace(section.target, offset=offset, strides=tuple(strides)),
+                   dataclasses.replace(section.source, strides=sources))  # yapf: disable
 
 
 def _split_at(section, boundaries):
@@ -209,5 +209,3 @@ def _split_at(section, boundaries):
                 axes[number:number + 1] = [(size // inner, boundary, source * inner), (inner, target, source)]
                 break
     return axes
-
-

@@ -21,7 +21,7 @@ CASES = {
         torch.stack([t[f"up.{expert}"] for expert in range(3)])], dim=1),
     "one half of a join": lambda t: torch.cat([t["gate.0"], t["up.0"]])[6:],
     "joined, then transposed": lambda t: torch.stack([t["gate.0"], t["up.2"]]).transpose(1, 2).contiguous(),
-    "joined, then reshaped": lambda t: torch.cat([t["gate.0"], t["gate.1"]]).reshape(2, 2, 3, 4).transpose(1, 2).clone(),
+    "joined, then reshaped": lambda t: torch.cat([t["gate.0"], t["up.1"]]).reshape(2, 2, 3, 4).transpose(1, 2).clone(),
     "interleaved": lambda t: t["matrix"].reshape(4, 2, 6).transpose(0, 1).reshape(8, 6).contiguous(),
     "interleaved and split": lambda t: t["matrix"].reshape(2, 4, 6).transpose(0, 1).reshape(8, 6).chunk(4)[1],
     "joined in a transposed copy": lambda t: torch.cat([t["gate.0"].T.contiguous(), t["up.0"].T], dim=0),
@@ -67,8 +67,9 @@ def test_elements_are_found(case):
     found = torch.full((shape.numel(), ), -1.)
     for section in origin.sections:
         source, target = section.source, section.target
-        found.as_strided(section.shape, target.strides, target.offset).copy_(tensors[source.tensor].as_strided(
-            section.shape, source.strides, source.offset))
+        found.as_strided(section.shape, target.strides,
+                         target.offset).copy_(tensors[source.tensor].as_strided(section.shape, source.strides,
+                                                                                source.offset))
     torch.testing.assert_close(found.view(shape), CASES[case](tensors), rtol=0, atol=0)
     assert {section.source.tensor for section in origin.sections} <= set(origin.inputs)
 
