@@ -123,16 +123,18 @@ def test_experts_follow_a_manual_change_of_hyperparameters(two_ranks, checkpoint
                                 hyperparameters=CHANGES, initialize=initialize))  # yapf: disable
 
 
+@pytest.mark.parametrize("preset,stage", [("qwen3_moe", 1), ("qwen3_moe", 3), (None, 1), (None, 2), (None, 3)])
 @pytest.mark.parametrize("initialize", [scheduler_of_the_engines_optimizer, client_optimizer])
-def test_experts_follow_the_scheduler(two_ranks, checkpoint, initialize):
+def test_experts_follow_the_scheduler(two_ranks, checkpoint, initialize, preset, stage):
     rates = [dict(lr=ADAMW["lr"] * factor) for factor in FACTORS]
     batches = parity.make_batches(2, 3, tiny_models.VOCABULARY)
-    assert_parity(two_ranks.run(parity.compare, checkpoint("qwen3_moe"), _config_for(initialize), batches,
-                                hyperparameters=rates, initialize=initialize, scheduled=True))  # yapf: disable
+    config = _config_for(initialize, preset, stage)
+    assert_parity(two_ranks.run(parity.compare, checkpoint("qwen3_moe"), config, batches, hyperparameters=rates,
+                                initialize=initialize, scheduled=True))  # yapf: disable
 
 
-def _config_for(initialize):
-    config = ds_config(2, preset="qwen3_moe")
+def _config_for(initialize, preset="qwen3_moe", stage=3):
+    config = ds_config(2, preset=preset, zero=dict(stage=stage))
     if initialize is client_optimizer:
         del config["optimizer"]
     return config

@@ -13,9 +13,9 @@ import torch
 
 import families
 from engines import ds_config
-from family_parity import SABOTAGE
+from family_parity import FLOAT32_BOUND, SABOTAGE, check
 from ranks import rank_group
-from test_families import DOZEN, FLOAT32_BOUND, check
+from test_families import DOZEN
 
 AUXILIARY_BOUND = 1e-6
 WITH_AUXILIARY_LOSS = ["mixtral", "qwen3_moe", "gpt_oss"]

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 
 import families
 from engines import ds_config
-from family_parity import compare_family
+from family_parity import FLOAT32_BOUND, assert_parity, check, compare_family
 from ranks import rank_group
-from test_families import FLOAT32_BOUND, assert_parity, check
 
 HIDDEN, FFN, SPECIALISTS = 16, 12, 6
 NAMES = dict(moe_layer_pattern=r"trunk\.\d+\.panel", router_pattern="switch", expert_pattern="specialists",
