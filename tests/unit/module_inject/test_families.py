@@ -75,7 +75,9 @@ def test_partitioned_models(two_ranks, family, ep):
 @pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h", "muse_spark", "openai_privacy_filter", "deepseek_v3"])
 def test_bf16(two_ranks, family, stage):
     """Families mix dtypes, such as float32 routing weights with bf16 tokens."""
-    check(two_ranks, family, ds_config(2, zero=dict(stage=stage), dtype="bf16"), BF16_BOUND, dtype=torch.bfloat16)
+    grouped = dict(topk_group=2) if family in ("nemotron_h", "deepseek_v3") else {}
+    check(two_ranks, family, ds_config(2, zero=dict(stage=stage), dtype="bf16"), BF16_BOUND, dtype=torch.bfloat16,
+          num_experts_per_tok=families.EXPERTS, **grouped)  # yapf: disable
 
 
 @pytest.mark.parametrize("sabotage", SABOTAGE)

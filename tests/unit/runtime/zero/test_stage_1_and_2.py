@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+import families
 from engines import ADAMW, ds_config
 from family_parity import BF16_BOUND, check
 from ranks import rank_group
@@ -79,4 +80,5 @@ def test_the_callers_optimizer(two_ranks, stage, initialize):
 def test_bf16(two_ranks, stage, prepare, initialize):
     """Stage 1 has another optimizer in bf16."""
     config = config_of(stage, initialize, dtype="bf16")
-    check(two_ranks, "gpt_oss", config, BF16_BOUND, dtype=torch.bfloat16, prepare=prepare, initialize=initialize)
+    check(two_ranks, "gpt_oss", config, BF16_BOUND, dtype=torch.bfloat16, prepare=prepare, initialize=initialize,
+          num_experts_per_tok=families.EXPERTS)  # yapf: disable
