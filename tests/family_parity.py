@@ -90,6 +90,14 @@ def compare_family(family, config, steps=2, sabotage=None, partitioned=False, dt
     }  # yapf: disable
 
 
+def vision_on_rank_0(model, rank, seed):
+    """Text and vision tokens on rank 0; on the others text alone, where the vision experts are not called."""
+    batch = families.inputs("ernie4_5_vl_moe:both", model, seed)
+    if rank > 0:
+        batch["moe_mm_token_type_ids"] = torch.zeros_like(batch["moe_mm_token_type_ids"])
+    return batch
+
+
 def assert_parity(results, bound):
     for errors in results:
         assert errors["experts"] > 0

@@ -59,10 +59,11 @@ class Turns:
                 if id(module) not in inside:
                     untrace(module)
         self._joined, self._taking_part = [], False
-        layer.register_forward_pre_hook(lambda *_: self._begin())
-        layer.register_forward_hook(lambda layer, *called: self._end(*called), with_kwargs=True)
+        # Methods, all of them: a deep copy of the model then has copied turns, among copied experts.
+        layer.register_forward_pre_hook(self._begin)
+        layer.register_forward_hook(self._end, with_kwargs=True)
 
-    def _begin(self):
+    def _begin(self, layer, args):
         self._joined = []
         gather_persistent(param for branch in self._branches for param in branch.parameters() if force_persist(param))
 
@@ -99,7 +100,7 @@ class Turns:
             self._taking_part = False
         self._joined.append(output.sum())
 
-    def _end(self, args, kwargs, output):
+    def _end(self, layer, args, kwargs, output):
         """Take part until every rank has left the layer; the output then depends on what was taken part in."""
         self._take_part_before(len(self._experts), _tokens(args, kwargs))
         first = output[0] if isinstance(output, tuple) else output

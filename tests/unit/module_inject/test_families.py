@@ -13,7 +13,7 @@ import torch
 
 import families
 from engines import ds_config
-from family_parity import BF16_BOUND, FLOAT32_BOUND, SABOTAGE, assert_parity, check, compare_family
+from family_parity import BF16_BOUND, FLOAT32_BOUND, SABOTAGE, assert_parity, check, compare_family, vision_on_rank_0
 from ranks import rank_group
 
 # Biases and transposed weights; no gate; a norm after the experts; sliding windows and shared experts; a router in
@@ -108,28 +108,20 @@ def test_a_rank_without_rows(two_ranks, family, implementation):
     check(two_ranks, family, ds_config(2), make_inputs=_few_tokens, experts_implementation=implementation)
 
 
-def _vision_on_rank_0(model, rank, seed):
-    """Text and vision tokens on rank 0; on the others text alone, where the vision experts are not called."""
-    batch = families.inputs("ernie4_5_vl_moe:both", model, seed)
-    if rank > 0:
-        batch["moe_mm_token_type_ids"] = torch.zeros_like(batch["moe_mm_token_type_ids"])
-    return batch
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_experts_called_on_some_ranks_only(two_ranks, stage, recompute):
     config = ds_config(2, zero=dict(stage=stage))
-    check(two_ranks, "ernie4_5_vl_moe:both", config, make_inputs=_vision_on_rank_0, recompute=recompute)
+    check(two_ranks, "ernie4_5_vl_moe:both", config, make_inputs=vision_on_rank_0, recompute=recompute)
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_experts_called_on_some_of_four_ranks(four_ranks, ep):
-    check(four_ranks, "ernie4_5_vl_moe:both", ds_config(ep), make_inputs=_vision_on_rank_0)
+    check(four_ranks, "ernie4_5_vl_moe:both", ds_config(ep), make_inputs=vision_on_rank_0)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_selection_bias_that_was_unfrozen(two_ranks, stage):
     """It gets no gradient where its router is called: ranks that do not call it must not differ."""
-    check(two_ranks, "ernie4_5_vl_moe:both", ds_config(2, zero=dict(stage=stage)), make_inputs=_vision_on_rank_0,
+    check(two_ranks, "ernie4_5_vl_moe:both", ds_config(2, zero=dict(stage=stage)), make_inputs=vision_on_rank_0,
           prepare=torch.nn.Module.requires_grad_)  # yapf: disable
