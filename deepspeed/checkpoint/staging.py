@@ -4,12 +4,19 @@
 # DeepSpeed Team
 """A Hugging Face checkpoint takes its place in a folder only when all of it is written.
 
-Files are written to ``<folder>/.incomplete``. When every rank is done, the weights that were in the folder move to
-``<folder>/.previous``, the new files move in, the index last, and ``.previous`` is removed. A folder without an index
-is not taken for a checkpoint. Files move one by one: after a kill while the old ones move, those in ``.previous`` and
-those left in the folder are the old checkpoint together; later, ``.previous`` holds it whole.
+Files are written to ``<folder>/.incomplete``. When every rank is done, the weights that are in the folder get a second
+name in ``<folder>/.previous``, leave the folder, the new files move in, and ``.previous`` is removed. A checkpoint
+is found by its entry, the index or the only file, which comes last and goes first. So whenever a rank is killed, one
+that has an entry is whole: the folder, or else ``.previous``::
+
+    killed                       folder           .previous
+    while files are written      old              -
+    while .previous is made      old              part of old, no entry
+    while weights change         no entry         old
+    while .previous is removed   new              old, or part of it
 """
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -20,6 +27,8 @@ from deepspeed.comm.agreement import failing_together
 INCOMPLETE, PREVIOUS = ".incomplete", ".previous"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+# What file systems without hard links say.
+_ONE_NAME_ONLY = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
 
 
 @contextlib.contextmanager
@@ -53,28 +62,48 @@ def _entry_last(name):
     return name in (SINGLE_FILE, INDEX_FILE), name
 
 
+def _remove_weights(folder):
+    for name in sorted(filter(_WEIGHTS.fullmatch, os.listdir(folder)), key=_entry_last, reverse=True):
+        os.remove(os.path.join(folder, name))
+
+
+def _has_entry(folder):
+    return any(os.path.isfile(os.path.join(folder, name)) for name in (SINGLE_FILE, INDEX_FILE))
+
+
 def _put_back(folder):
     """Undo what ``_move_in`` did before it failed."""
     previous = os.path.join(folder, PREVIOUS)
-    if os.path.isdir(previous):
+    if not os.path.isdir(previous):
+        return
+    if not _has_entry(folder):
+        _remove_weights(folder)
         for name in sorted(os.listdir(previous), key=_entry_last):
             os.rename(os.path.join(previous, name), os.path.join(folder, name))
-        os.rmdir(previous)
+    shutil.rmtree(previous)
 
 
 def _move_in(staging, folder):
     previous = os.path.join(folder, PREVIOUS)
-    old = [name for name in os.listdir(folder) if _WEIGHTS.fullmatch(name)]
-    if os.path.isdir(previous):  # a save was killed right here: what is in the folder is no checkpoint
-        for name in old:
-            os.remove(os.path.join(folder, name))
-    elif old:
-        os.makedirs(previous)
-        for name in sorted(old, key=_entry_last, reverse=True):
-            os.rename(os.path.join(folder, name), os.path.join(previous, name))
-        if os.path.isfile(os.path.join(folder, "config.json")):
-            shutil.copy(os.path.join(folder, "config.json"), previous)
+    if _has_entry(folder):
+        shutil.rmtree(previous, ignore_errors=True)  # of a save that was killed
+        _name_again(folder, previous)
+    _remove_weights(folder)
     for name in sorted(os.listdir(staging), key=_entry_last):
         os.replace(os.path.join(staging, name), os.path.join(folder, name))
     shutil.rmtree(previous, ignore_errors=True)
     os.rmdir(staging)
+
+
+def _name_again(folder, previous):
+    """Give what is a checkpoint in ``folder`` second names in ``previous``; a copy where files can have only one."""
+    os.makedirs(previous)
+    if os.path.isfile(os.path.join(folder, "config.json")):
+        shutil.copy(os.path.join(folder, "config.json"), previous)
+    for name in sorted(filter(_WEIGHTS.fullmatch, os.listdir(folder)), key=_entry_last):
+        try:
+            os.link(os.path.join(folder, name), os.path.join(previous, name))
+        except OSError as error:
+            if error.errno not in _ONE_NAME_ONLY:
+                raise
+            shutil.copy(os.path.join(folder, name), previous)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine's model comes out as the files that ``save_pretrained`` writes for the unmodified model, bit by bit."""
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -187,7 +188,7 @@ def export_named(source, folder):
 
 
 def save_failing(folder, where, how):
-    """Save the trained model; rank 1 fails while it writes a file, or rank 0 when the old weights have moved away."""
+    """Save the trained model; rank 1 fails while it writes a file, or rank 0 while weights change places."""
     import deepspeed.comm as dist
     from deepspeed.checkpoint import hf_export, staging
 
@@ -196,13 +197,14 @@ def save_failing(folder, where, how):
             raise OSError(28, "No space left on device")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    module, name, rank = (hf_export, "save_file", 1) if where == "writing" else (staging.os, "replace", 0)
+    module, name, rank = {"writing": (hf_export, "save_file", 1), "naming": (staging.os, "link", 0),
+                          "moving": (staging.os, "replace", 0)}[where]  # yapf: disable
     with trained("mixtral", ds_config(2), steps=1) as engine:
         with mock.patch.object(module, name, fail) if dist.get_rank() == rank else contextlib.nullcontext():
             engine.save_hf_checkpoint(folder, max_shard_size=SHARD)
 
 
-@pytest.mark.parametrize("where", ["writing", "moving"])
+@pytest.mark.parametrize("where", ["writing", "naming", "moving"])
 @pytest.mark.parametrize("how", ["full", "killed"])
 def test_the_checkpoint_before_stays(two_ranks, tmp_path, where, how):
     two_ranks.run(export, "mixtral", ds_config(2), str(tmp_path))
@@ -217,16 +219,35 @@ def test_the_checkpoint_before_stays(two_ranks, tmp_path, where, how):
                 doomed.run(save_failing, str(tmp_path), where, how, timeout=30)
     finally:
         doomed.close()
-    # The rank that cleans up was killed; the old weights are in the folder that waits to be removed.
-    left_over = (where, how) == ("moving", "killed")
-    stayed = tmp_path / ".previous" if left_over else tmp_path
-    assert (tmp_path / ".incomplete").exists() == left_over
+    killed = how == "killed" and where != "writing"  # the rank that cleans up
+    stayed = tmp_path / ".previous" if killed and where == "moving" else tmp_path
+    assert (tmp_path / ".incomplete").exists() == (tmp_path / ".previous").exists() == killed
+    assert tensors_in(stayed).keys() == before.keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_in(stayed).items())
     AutoModelForCausalLM.from_pretrained(stayed)
     two_ranks.run(export, "mixtral", ds_config(2), str(tmp_path), steps=1)
     assert not (tmp_path / ".incomplete").exists() and not (tmp_path / ".previous").exists()
     after = tensors_in(tmp_path)
     assert set(after) == set(before) and not all(torch.equal(after[name], before[name]) for name in before)
+
+
+def export_without_links(folder):
+    """As on a file system where a file has one name only."""
+    from deepspeed.checkpoint import staging
+
+    def refuse(*args):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    with mock.patch.object(staging.os, "link", refuse):
+        export("mixtral", ds_config(2), folder)
+
+
+def test_saving_again_where_files_have_one_name(two_ranks, tmp_path):
+    for _ in range(2):
+        two_ranks.run(export_without_links, str(tmp_path))
+    families.build("mixtral").save_pretrained(tmp_path / "expected", max_shard_size=SHARD)
+    assert tensors_in(tmp_path).keys() == tensors_in(tmp_path / "expected").keys()
+    assert not (tmp_path / ".previous").exists()
 
 
 def export_of_another_class(folder):
