@@ -148,7 +148,7 @@ def _engine_steps(engine, steps, batch):
         dist.all_reduce(total)
         seen["loss"].append(total.item() / dist.get_world_size())
         seen["input"].append(tensor.grad)
-        seen["gradient"].append(gathered(engine.module, _gradient))
+        seen["gradient"].append(gathered(engine.module, gradient_of))
         engine.step()
         norm = engine.get_global_grad_norm()
         seen["norm"].append(norm if norm is None else float(norm))
@@ -180,7 +180,7 @@ def _leaf(value, entry):
     return value.requires_grad_() if value is entry else value
 
 
-def _gradient(param):
+def gradient_of(param):
     from deepspeed.utils import safe_get_full_grad
 
     found = safe_get_full_grad(param)

@@ -74,7 +74,7 @@ def made_up_family(folder):
     import deepspeed.comm as dist
 
     from engines import ADAMW
-    from family_parity import _gradient, _weight
+    from family_parity import _weight, gradient_of
     from parity import gathered, relative_errors
 
     inputs = torch.randn(2, 2, 2, 5, 16, generator=torch.Generator().manual_seed(1))  # step, rank, ...
@@ -87,7 +87,7 @@ def made_up_family(folder):
         torch.stack([reference(x).square().mean() for x in step]).mean().backward()
         engine.backward(engine(step[dist.get_rank()]).square().mean())
         expected = {name: param.grad for name, param in reference.named_parameters()}
-        errors.update(relative_errors(gathered(engine.module, _gradient), expected))
+        errors.update(relative_errors(gathered(engine.module, gradient_of), expected))
         optimizer.step()
         engine.step()
     expected = {name: param.detach() for name, param in reference.named_parameters()}
