@@ -25,7 +25,8 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _serve(pipe):
+def _serve(pipe, environment):
+    os.environ.update(environment)  # for a preloaded rank, which was forked from a process with another one
     import torch
     torch.set_num_threads(1)
     import deepspeed
@@ -50,22 +51,29 @@ class RankGroup:
     Args:
         world_size: number of ranks.
         environment: extra environment variables of the ranks, such as ``{"DS_AUTOEP_OFF": "force-persist"}``.
+        preload: modules that one process imports, from which ranks are forked: a group that is started again and again
+            starts in a second. For groups without an environment of their own.
     """
 
-    def __init__(self, world_size: int, environment: dict = {}):
+    def __init__(self, world_size: int, environment: dict = {}, preload: tuple = ()):
+        assert not (environment and preload)
         self.world_size = world_size
         self._environment = environment
+        self._preload = preload
         self._workers = []
 
     def _start(self):
-        context = get_context("spawn")
+        context = get_context("forkserver" if self._preload else "spawn")
+        if self._preload:
+            context.set_forkserver_preload(list(self._preload))
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(self.world_size),
                   "LOCAL_SIZE": "8", "DS_ACCELERATOR": "cpu", **self._environment}  # yapf: disable
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, ), daemon=True)
-            # Inherited, not set by the child: its start-up line and its imports come before any code of ours.
-            with mock.patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared}):
+            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared}
+            process = context.Process(target=_serve, args=(theirs, environment), daemon=True)
+            # Inherited, not only set by the child: its start-up line and its imports come before any code of ours.
+            with mock.patch.dict(os.environ, environment):
                 process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -108,6 +116,7 @@ class RankGroup:
                     self._raise_if_failed([*results, (False, report)])
                 results.append(pipe.recv())
             except EOFError:
+                process.join(timeout=5)  # its exit code comes a little later than the end of its pipe
                 results.append((False, f"died with exit code {process.exitcode}"))
         return results
 
@@ -124,12 +133,12 @@ class RankGroup:
         self._workers = []
 
 
-def rank_group(world_size: int, **environment):
+def rank_group(world_size: int, preload: tuple = (), **environment):
     """A module-scoped fixture that yields a ``RankGroup``: ``two_ranks = rank_group(2)`` in a test module."""
 
     @pytest.fixture(scope="module")
     def group():
-        made = RankGroup(world_size, environment)
+        made = RankGroup(world_size, environment, preload)
         yield made
         made.close()
 

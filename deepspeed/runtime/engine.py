@@ -6,11 +6,18 @@
 import contextlib
 import copy
 import gc
+import os
 
 import torch
 
+import deepspeed.comm as dist
 from deepspeed.checkpoint.constants import (AUTOEP_LAYERS_KEY, AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY,
                                             AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT)
+from deepspeed.checkpoint.safe_save import can_save_safely, check_finished, failing_later, saved_tag, saving_whole
+from deepspeed.checkpoint.whole_weights import write_script
+from deepspeed.checkpoint.zero3_load import ReadAlready, loading_from, read_for, spread_layers
+from deepspeed.checkpoint.zero3_shards import is_spread
+from deepspeed.comm.agreement import failing_together
 from deepspeed.module_inject.experts_only import (EXPERTS_ONLY_KEYS, ExpertParallelExperts, ExpertsSpec, check_experts,
                                                   local_state)
 from deepspeed.moe.reshard_exchange import bucket_bytes_of
@@ -118,60 +125,118 @@ def move_stale_optimizer(self, optimizer):
     return move_stale_optimizer.original(self, optimizer)
 
 
-@contextlib.contextmanager
-def _experts_like_any_parameter(engine, operation):
-    """Let ZeRO-3 save or load experts by their shards, as any parameter; DeepSpeed's way knows whole blocks only."""
+def _spreads_experts(engine, operation):
+    """Whether ``engine`` has experts that are spread; raise when they are not in ZeRO-3's shards."""
     if not any(isinstance(module, ExpertParallelExperts) for module in engine.module.modules()):
-        yield False
-        return
+        return False
     if not engine.zero_optimization_partition_weights():
         raise NotImplementedError(
             f"{operation}: found zero_optimization.stage={engine.zero_optimization_stage()} with "
             "expert parallelism of the experts only; allowed: stage 3, or "
             "expert_parallel.preset_model to replace whole blocks")
+    return True
+
+
+@contextlib.contextmanager
+def _experts_like_any_parameter(engine):
+    """Let ZeRO-3 save or load experts by their shards, as any parameter; DeepSpeed's way knows whole blocks only."""
     moe_layers, engine.has_moe_layers = engine.has_moe_layers, False
     try:
         with local_state():
-            yield True
+            yield
     finally:
         engine.has_moe_layers = moe_layers
 
 
 @extends("DeepSpeedEngine.save_checkpoint", feature="experts-only", why="experts are saved by their ZeRO-3 shards")
 def save_checkpoint(self, *args, **kwargs):
-    with _experts_like_any_parameter(self, "save_checkpoint"):
+    if not _spreads_experts(self, "save_checkpoint"):
+        return save_checkpoint.original(self, *args, **kwargs)
+    spread_layers(self)  # which ranks hold what, while no rank can have failed
+    with _experts_like_any_parameter(self):
         return save_checkpoint.original(self, *args, **kwargs)
 
 
-@extends("DeepSpeedEngine.load_checkpoint", feature="experts-only", why="experts are loaded by their ZeRO-3 shards")
-def load_checkpoint(self,
-                    load_dir,
-                    tag=None,
-                    load_module_strict=True,
-                    load_optimizer_states=True,
-                    load_lr_scheduler_states=True,
-                    load_module_only=False,
-                    *args,
-                    **kwargs):
-    with _experts_like_any_parameter(self, "load_checkpoint") as sharded:
-        if sharded and (load_module_only or not load_optimizer_states):
-            raise NotImplementedError(
-                f"load_checkpoint: found load_module_only={load_module_only}, "
-                f"load_optimizer_states={load_optimizer_states} with experts in ZeRO-3's shards, "
-                "which hold weights and optimizer state together; allowed: False and True")
-        return load_checkpoint.original(self, load_dir, tag, load_module_strict, load_optimizer_states,
-                                        load_lr_scheduler_states, load_module_only, *args, **kwargs)
+@extends("DeepSpeedEngine.save_checkpoint",
+         feature="safe-saving",
+         why="a checkpoint is there whole or not at all; ranks fail together when one cannot write")
+def save_whole_checkpoint(self, save_dir, tag=None, client_state={}, save_latest=True, *args, **kwargs):
+    save = save_whole_checkpoint.original
+    if not (save_dir and _spreads_experts(self, "save_checkpoint") and can_save_safely(self)):
+        return save(self, save_dir, tag, client_state, save_latest, *args, **kwargs)
+    tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+    with saving_whole(self, save_dir, tag, save_latest) as written:
+        return save(self, save_dir, written, client_state, False, *args, **kwargs)
 
 
-@extends("DeepSpeedEngine._common_checkpoint_state",
-         feature="experts-only",
-         why="zero_to_fp32 would join the shards of different experts; the mark makes it say so")
+@extends("DeepSpeedEngine._save_checkpoint",
+         feature="safe-saving",
+         why="a rank that cannot write does not leave others waiting")
+def write_model_states(self, *args, **kwargs):
+    with failing_later():
+        return write_model_states.original(self, *args, **kwargs)
+
+
+@extends("DeepSpeedEngine._save_zero_checkpoint",
+         feature="safe-saving",
+         why="a rank that cannot write does not leave others waiting")
+def write_optimizer_states(self, *args, **kwargs):
+    with failing_later():
+        return write_optimizer_states.original(self, *args, **kwargs)
+
+
+@extends("DeepSpeedEngine.load_checkpoint",
+         feature="checkpoint-topology",
+         why="checkpoints load across numbers of ranks and expert-parallel degrees, also to and from plain ZeRO-3")
+def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True,
+                    load_lr_scheduler_states=True, load_module_only=False, *args, **kwargs):  # yapf: disable
+    options = dict(load_module_strict=load_module_strict,
+                   load_optimizer_states=load_optimizer_states,
+                   load_lr_scheduler_states=load_lr_scheduler_states,
+                   load_module_only=load_module_only)
+    spreads = _spreads_experts(self, "load_checkpoint")
+    found = saved_tag(load_dir, tag) if self.zero_optimization_partition_weights() else None
+    folder = found and os.path.join(load_dir, found)
+    if found is None or self.load_universal_checkpoint() or not (spreads or is_spread(folder)):
+        return load_checkpoint.original(self, load_dir, tag, *args, **options, **kwargs)
+    layers = spread_layers(self)  # with a collective of its own, the first time
+    with failing_together(dist.get_world_group()):
+        check_finished(folder)
+        read = read_for(self, layers, folder, load_module_strict, load_module_only or not load_optimizer_states)
+    with loading_from(self, read):
+        return load_checkpoint.original(self, load_dir, found, *args, **options, **kwargs)
+
+
+@extends("DeepSpeedEngine._load_checkpoint",
+         feature="checkpoint-topology",
+         why="experts are loaded by their ZeRO-3 shards, and weights alone too")
+def load_model_states(self, load_dir, tag, load_module_strict=True, load_optimizer_states=True, *args, **kwargs):
+    if not isinstance(self.checkpoint_engine, ReadAlready):
+        return load_model_states.original(self, load_dir, tag, load_module_strict, load_optimizer_states, *args,
+                                          **kwargs)
+    with _experts_like_any_parameter(self):  # asked for optimizer states, or it would consolidate the whole model
+        return load_model_states.original(self, load_dir, tag, load_module_strict, True, *args, **kwargs)
+
+
+@extends("DeepSpeedEngine._get_all_ckpt_names",
+         feature="checkpoint-topology",
+         why="a rank that the saving job did not have finds a file")
+def find_model_states(self, *args, **kwargs):
+    if isinstance(self.checkpoint_engine, ReadAlready):
+        return [self.checkpoint_engine.path]
+    return find_model_states.original(self, *args, **kwargs)
+
+
+@extends(
+    "DeepSpeedEngine._common_checkpoint_state",
+    feature="experts-only",
+    why="the checkpoint says whose experts a shard belongs to; DeepSpeed's zero_to_fp32 would join different ones")
 def mark_partitioned_experts(self, *args, **kwargs):
     state = mark_partitioned_experts.original(self, *args, **kwargs)
-    names = [name for name, module in self.module.named_modules() if isinstance(module, ExpertParallelExperts)]
-    if names:
+    layers = spread_layers(self)
+    if layers:
         mark = {AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY: AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT}
-        state[AUTOEP_LAYERS_KEY] = [dict(mark, module_path=name) for name in names]
+        state[AUTOEP_LAYERS_KEY] = [{**mark, **layer} for layer in layers]
     return state
 
 
@@ -204,3 +269,12 @@ def consolidated_state_dict(self, exclude_frozen_parameters=False):
     from deepspeed.checkpoint import hf_export
 
     return hf_export.consolidated_state_dict(self, exclude_frozen_parameters)
+
+
+@extends("DeepSpeedEngine._copy_recovery_script",
+         feature="zero-to-fp32",
+         why="a copy of DeepSpeed's converter is not extended; the script beside a checkpoint calls the installed one")
+def write_recovery_script(self, save_path):
+    write_recovery_script.original(self, save_path)
+    if spread_layers(self):
+        write_script(save_path)
