@@ -85,6 +85,23 @@ def _print_estimates(title, estimates, fits):
     _console().print(table)
 
 
+def export(arguments) -> int:
+    """Write a plain Hugging Face checkpoint from a DeepSpeed one; the exit status is 2 when that is not possible."""
+    if not installed_finders():
+        print("ds_autoep export: found DS_AUTOEP=0; allowed: leaving it unset", file=sys.stderr)
+        return 2
+    from deepspeed.checkpoint.zero3_export import DTYPES, export_checkpoint
+
+    try:
+        files = export_checkpoint(arguments.checkpoint_dir, arguments.output_dir, arguments.model, arguments.tag,
+                                  DTYPES.get(arguments.dtype), arguments.max_shard_size, arguments.trust_remote_code)
+    except (ValueError, OSError) as error:
+        print(f"ds_autoep export: {error}", file=sys.stderr)
+        return 2
+    print(f"{arguments.output_dir}: {len(files)} file{'s' if len(files) > 1 else ''} of weights")
+    return 0
+
+
 def families(arguments) -> int:
     """Print which model families work, as tested; the exit status is 2 when the record of it cannot be read."""
     try:
@@ -123,6 +140,20 @@ def _add_families(commands):
     parser.add_argument("--json", action="store_true", help="print the record of the test run")
 
 
+def _add_export(commands):
+    parser = commands.add_parser("export", help="a plain Hugging Face checkpoint from a DeepSpeed ZeRO-3 checkpoint, "
+                                 "in one process without an accelerator")  # yapf: disable
+    parser.add_argument("checkpoint_dir", metavar="CHECKPOINT_DIR", help="folder that was given to save_checkpoint")
+    parser.add_argument("output_dir", metavar="OUTPUT_DIR", help="folder for the files")
+    parser.add_argument("--model", required=True, help="folder or Hub name of the model that was trained: "
+                        "configuration, generation configuration and tokenizer are taken from there")  # yapf: disable
+    parser.add_argument("--tag", help="which checkpoint, as global_step10 (default: what latest names)")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bf16", "fp16"), default="auto",
+                        help="of the parameters (default: what the model's configuration says)")  # yapf: disable
+    parser.add_argument("--max-shard-size", default="50GB", metavar="SIZE", help="of one file (default %(default)s)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
 def _add_estimate(commands):
     parser = commands.add_parser("estimate",
                                  help="memory per rank of a model, for each EP degree, from its config.json")
@@ -154,8 +185,10 @@ def main(argv=None) -> int:
     commands.add_parser("status", help="list every extension of DeepSpeed: applied, already upstream, off or misfit")
     _add_estimate(commands)
     _add_families(commands)
+    _add_export(commands)
     arguments = parser.parse_args(argv)
-    return {"status": status, "estimate": estimate, "families": families}[arguments.command](arguments)
+    run = {"status": status, "estimate": estimate, "families": families, "export": export}[arguments.command]
+    return run(arguments)
 
 
 if __name__ == "__main__":

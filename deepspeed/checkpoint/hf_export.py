@@ -9,30 +9,20 @@ receives what belongs into its file from the ranks that have it, through one buc
 writer has one file; no rank ever holds more of the model than that.
 """
 import contextlib
-import json
 import os
-import shutil
 from typing import NamedTuple
 
-from huggingface_hub import split_state_dict_into_shards_factory, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import PreTrainedModel
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 import deepspeed.comm as dist
-from deepspeed.checkpoint.hf_layout import file_tensors, saved_contents
+from deepspeed.checkpoint.hf_files import plan_files, save_config
+from deepspeed.checkpoint.hf_layout import saved_contents
 from deepspeed.checkpoint.model_tensors import model_tensors
-from deepspeed.checkpoint.staging import INDEX_FILE, SINGLE_FILE, staged
+from deepspeed.checkpoint.staging import staged
 from deepspeed.comm.agreement import agree, failing_together
 from deepspeed.moe.reshard_exchange import bucket_bytes_of
-
-# Of tokenizers and processors, which a model's folder usually has beside the weights.
-_CARRIED_OVER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                 "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja",
-                 "chat_template.json", "processor_config.json", "preprocessor_config.json",
-                 "video_preprocessor_config.json")  # yapf: disable
 
 
 class _File(NamedTuple):
@@ -66,24 +56,18 @@ def save_hf_checkpoint(engine, save_dir, max_shard_size="50GB", tokenizer=None):
         with failing_together(group):
             held = model_tensors(model, group)
         with failing_together(group):
-            names = _untied(model, held.tensors)
-            files = file_tensors(model, {name: held.tensors[name] for name in names})
-            split = _split(files, max_shard_size)
+            plan = plan_files(model, held.tensors, held.buffers, max_shard_size)
         seeing = agree(group, numbers=(os.path.isdir(staging), 0))
         writers = [rank for rank, (sees, _) in enumerate(seeing) if sees]
-        shards = [
-            _File(name, writers[number % len(writers)], {key: files[key]
-                                                         for key in keys})
-            for number, (name, keys) in enumerate(split.filename_to_tensors.items())
-        ]
+        shards = [_File(name, writers[number % len(writers)], tensors)
+                  for number, (name, tensors) in enumerate(plan.files.items())]  # yapf: disable
         with failing_together(group):
             if dist.get_rank(group=group) == 0:
-                _save_config(model, tokenizer, staging)
+                save_config(model, tokenizer, staging)
         _write(model, held, shards, len(writers), staging, group, bucket_bytes_of(engine._config._param_dict))
         with failing_together(group):
-            if dist.get_rank(group=group) == 0 and split.is_sharded:
-                _write_index(os.path.join(staging, INDEX_FILE), split,
-                             sum(held.tensors[name].numel() for name in names if name not in held.buffers))
+            if dist.get_rank(group=group) == 0:
+                plan.write_index(staging)
 
 
 @contextlib.contextmanager
@@ -96,32 +80,6 @@ def _released(engine):
     finally:
         if engine._optimizer_has_ckpt_event_epilogue():
             engine.optimizer.checkpoint_event_epilogue()
-
-
-def _untied(model, tensors):
-    """Names that are saved: of tied tensors one each, and none that the family never saves."""
-    own = {name: tensor for name, tensor in tensors.items() if _is_own(model, name)}  # all but a replaced block's
-    dropped = set(own) - set(remove_tied_weights_from_state_dict(dict(own), model))
-    return [name for name in tensors if name not in dropped and name not in (model._keys_to_ignore_on_save or ())]
-
-
-def _is_own(model, name):
-    try:
-        return model.get_parameter_or_buffer(name) is not None
-    except AttributeError:
-        return False
-
-
-def _split(files, max_shard_size):
-    """How ``save_pretrained`` would spread the tensors over files: those that share memory stay together."""
-    nbytes = {}
-    for tensor in files.values():
-        nbytes[tensor.memory] = nbytes.get(tensor.memory, 0) + tensor.nbytes
-    return split_state_dict_into_shards_factory(files,
-                                                get_storage_size=lambda tensor: nbytes[tensor.memory],
-                                                get_storage_id=lambda tensor: tensor.memory,
-                                                filename_pattern=SINGLE_FILE.replace(".", "{suffix}."),
-                                                max_shard_size=max_shard_size)
 
 
 def _write(model, held, shards, writers, staging, group, bucket_bytes):
@@ -164,35 +122,6 @@ def _write_file(model, shard, gathered, path):
         if name not in gathered:
             gathered.update(saved_contents(model, {part: gathered[_input(part)] for part in tensor.inputs}))
     save_file({name: gathered[name] for name in shard.tensors}, path, metadata={"format": "pt"})
-
-
-def _save_config(model, tokenizer, staging):
-    model.save_pretrained(staging, state_dict={})  # configurations and, for remote code, its files; no weights
-    if tokenizer is not None:
-        tokenizer.save_pretrained(staging)
-        return
-    for name in _CARRIED_OVER:
-        path = _file_of_source(model.config._name_or_path, name)
-        if path is not None:
-            shutil.copy(path, staging)
-
-
-def _file_of_source(source, name):
-    """Where the file ``name`` is that belongs to a folder or to a repository in the Hub's cache, or None."""
-    if os.path.isdir(source):
-        path = os.path.join(source, name)
-    else:
-        try:
-            path = try_to_load_from_cache(source, name)
-        except HFValidationError:
-            return None
-    return path if isinstance(path, str) and os.path.isfile(path) else None
-
-
-def _write_index(path, split, parameters):
-    index = {"metadata": {"total_parameters": parameters, **split.metadata}, "weight_map": split.tensor_to_filename}
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def consolidated_state_dict(engine, exclude_frozen_parameters=False):

@@ -32,22 +32,24 @@ _ONE_NAME_ONLY = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, er
 
 
 @contextlib.contextmanager
-def staged(folder, group):
+def staged(folder, group=None):
     """Yield the path to write files to that belong into ``folder``; every rank of ``group`` must enter.
+
+    Without a group, this process is alone and raises errors as they are.
 
     Raises:
         FailedOnRank: on every rank, when the block fails on one; ``folder`` is then as it was before.
     """
     staging = os.path.join(folder, INCOMPLETE)
-    writes = dist.get_rank(group=group) == 0
+    writes = group is None or dist.get_rank(group=group) == 0
     try:
-        with failing_together(group):
+        with _together(group):
             if writes:
                 shutil.rmtree(staging, ignore_errors=True)  # of a save that was killed
                 os.makedirs(staging)
-        with failing_together(group):
+        with _together(group):
             yield staging
-        with failing_together(group):
+        with _together(group):
             if writes:
                 _move_in(staging, folder)
     except BaseException:
@@ -55,6 +57,10 @@ def staged(folder, group):
             _put_back(folder)
             shutil.rmtree(staging, ignore_errors=True)
         raise
+
+
+def _together(group):
+    return contextlib.nullcontext() if group is None else failing_together(group)
 
 
 def _entry_last(name):

@@ -212,7 +212,7 @@ class SavedShards:
             self.optimizer_path(rank)
 
     def check_joinable(self):
-        """Raise ValueError for experts of whole blocks that are spread: DeepSpeed keeps those in files of their own."""
+        """Raise ValueError for spread experts of whole blocks, which DeepSpeed keeps in files of their own."""
         entries = self.model_states(0).get(AUTOEP_LAYERS_KEY) or []
         if len(expert_layers(self.model_states(0))) != len(entries):
             raise ValueError(f"{self.folder}: found experts that are spread as whole blocks "
