@@ -14,6 +14,8 @@ from tiny_moe import argument_parser, datasets, write_summary
 def main():
     parser = argument_parser("trainer")
     parser.add_argument("--config", default="examples/ds_zero3_ep.json", help="DeepSpeed's configuration")
+    parser.add_argument("--save-every", type=int, help="steps between checkpoints, in runs/trainer (default: none)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last of them, on any number of ranks")
     args = parser.parse_args()
 
     # Before the model: from then on from_pretrained loads each rank's part only.
@@ -25,14 +27,15 @@ def main():
         max_steps=args.steps,
         logging_steps=1,
         eval_on_start=True,
-        save_strategy="no",
+        save_strategy="steps" if args.save_every else "no",
+        save_steps=args.save_every or args.steps,
         report_to="none",
         use_cpu=not torch.cuda.is_available(),  # unsaid, each rank trains as if alone
         output_dir="runs/trainer")
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")
     blocks, held_out = datasets(model)
     trainer = Trainer(model=model, args=training, train_dataset=blocks, eval_dataset=held_out)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume or None)
     trainer.evaluate()
     losses, held_out = ([entry[name] for entry in trainer.state.log_history if name in entry]
                         for name in ("loss", "eval_loss"))  # yapf: disable

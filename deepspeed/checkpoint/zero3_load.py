@@ -21,6 +21,7 @@ from deepspeed.checkpoint.zero3_shards import (PARAMETERS, RANKS, SavedShards, d
                                                sub_group_numel)
 from deepspeed.comm.agreement import agree
 from deepspeed.module_inject.experts_only import ExpertParallelExperts
+from deepspeed.moe.expert_groups import PER_GROUP
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.zero.expert_partitioning import holders_of
 from deepspeed.utils import groups
@@ -170,7 +171,21 @@ def _model_states(saved, target):
             if name in saved.held:
                 fragments[name] = torch.zeros(held.shard_numel, dtype=fragments[name].dtype)
                 _read_shard(saved, target, name, into=fragments[name])
-    return {**states, "dp_world_size": target.world_size, FROZEN_PARAM_FRAGMENTS: fragments}
+    schedule = _schedule(states["lr_scheduler"], len(_groups(saved)),
+                         [numbers[0] for numbers in _saved_groups(saved, target)])  # yapf: disable
+    return {**states, "dp_world_size": target.world_size, "lr_scheduler": schedule,
+            FROZEN_PARAM_FRAGMENTS: fragments}  # yapf: disable
+
+
+def _schedule(state, count, origins):
+    """The state of a schedule for ``count`` groups, for groups that were those with the numbers ``origins``."""
+    if not isinstance(state, dict):
+        return state
+    moved = {name: [value[origin] for origin in origins] for name, value in state.items()
+             if name in PER_GROUP and isinstance(value, list) and len(value) == count}  # yapf: disable
+    if "_schedulers" in state:  # of torch's schedules that consist of others
+        moved["_schedulers"] = [_schedule(part, count, origins) for part in state["_schedulers"]]
+    return {**state, **moved}
 
 
 def _read_shard(saved, target, name, into, key=FP32_WEIGHT_KEY):
@@ -222,22 +237,34 @@ def _common_state(saved, members):
     return copy.deepcopy(first)  # of its own: optimizers count steps in place
 
 
+def _groups(saved):
+    return saved.optimizer_states(0)[OPTIMIZER_STATE_DICT][PARAM_GROUPS]
+
+
+def _saved_groups(saved, target):
+    """For each of the engine's groups, the numbers of the saved groups that its parameters were in; at least one."""
+    number_of = {sub_group: number for number, group in enumerate(_groups(saved)) for sub_group in group["params"]}
+    found = [[] for _ in target.optimizer.optimizer.param_groups]
+    for sub_group, members in target.members().items():
+        were_in = [saved.held[name].sub_group for name in members]
+        found[target.optimizer.sub_group_to_group_id[sub_group]] += [number_of[n] for n in were_in if n is not None]
+    return [numbers or [min(number, len(_groups(saved)) - 1)] for number, numbers in enumerate(found)]
+
+
 def _param_groups(saved, target):
     """The engine's groups of parameters with the hyperparameters of the saved groups that their parameters were in."""
-    groups_of = {}
-    for group in saved.optimizer_states(0)[OPTIMIZER_STATE_DICT][PARAM_GROUPS]:
-        groups_of.update(dict.fromkeys(group["params"], group))  # by number of the sub-group
     made = []
-    for number, group in enumerate(target.optimizer.optimizer.param_groups):
-        mine = {sub_group: members for sub_group, members in target.members().items()
-                if target.optimizer.sub_group_to_group_id[sub_group] == number}  # yapf: disable
-        sources = [groups_of[saved.held[name].sub_group] for members in mine.values() for name in members]
+    for number, (group, origins) in enumerate(zip(target.optimizer.optimizer.param_groups,
+                                                  _saved_groups(saved, target))):  # yapf: disable
+        sources = [_groups(saved)[origin] for origin in origins]
         values = [{key: source[key] for key in group if key in source and key not in ("params", "name", "moe")}
-                  for source in sources] or [{}]  # yapf: disable
+                  for source in sources]  # yapf: disable
         if any(other != values[0] for other in values):
             raise ValueError(f"{saved.folder}: found different hyperparameters for the parameters of the optimizer's "
                              f"group {number}; allowed: the same for all of them, or load_optimizer_states=False")
-        made.append({**group, **values[0], "params": list(mine)})
+        mine = [sub_group for sub_group in target.members()
+                if target.optimizer.sub_group_to_group_id[sub_group] == number]  # yapf: disable
+        made.append({**group, **values[0], "params": mine})
     return made
 
 

@@ -18,8 +18,8 @@ from deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR
 
 # What torch's schedulers and DeepSpeed's keep for every parameter group.
 _SCHEDULERS = (LRScheduler, WarmupLR, WarmupCosineLR, OneCycle, LRRangeTest)
-_PER_GROUP = ("base_lrs", "lr_lambdas", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums",
-              "delta_lrs", "org_lrs", "min_moms", "max_moms", "min_lr")  # yapf: disable
+PER_GROUP = ("base_lrs", "lr_lambdas", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums",
+             "delta_lrs", "org_lrs", "min_moms", "max_moms", "min_lr")  # yapf: disable
 
 
 def split_expert_groups(optimizer):
@@ -69,7 +69,7 @@ def _tell_schedulers(optimizer, count, origins):
     for scheduler in [found for found in gc.get_objects() if issubclass(type(found), _SCHEDULERS)]:
         if getattr(scheduler, "optimizer", None) is not optimizer:
             continue
-        for name in _PER_GROUP:
+        for name in PER_GROUP:
             values = getattr(scheduler, name, None)
             if isinstance(values, list) and len(values) == count:
                 setattr(scheduler, name, [values[origin] for origin in origins])

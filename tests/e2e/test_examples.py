@@ -110,6 +110,23 @@ def test_script_trains_with_expert_parallelism(script, options, tmp_path):
     check_training(*run(torchrun(sys.executable, script, CONFIG, *options), tmp_path), tmp_path / "summary.json")
 
 
+def test_trainer_resumes_without_expert_parallelism(options, tmp_path):
+    """From a checkpoint of the Trainer's, as if it had never stopped, and in other groups of parameters."""
+    config = tmp_path / "config.json"
+    block = json.loads((EXAMPLES / "ds_zero3_ep.json").read_text())
+    config.write_text(json.dumps(block))
+    command = torchrun(sys.executable, "trainer.py", f"--config={config}", *options, "--save-every=4")
+    check_training(*run(command, tmp_path), tmp_path / "summary.json")
+    losses = json.loads((tmp_path / "summary.json").read_text())["losses"]
+    assert sorted(path.name for path in (tmp_path / "runs/trainer").iterdir()) == ["checkpoint-4", "checkpoint-8"]
+    shutil.rmtree(tmp_path / "runs/trainer/checkpoint-8")
+    config.write_text(json.dumps({**block, "expert_parallel": {**block["expert_parallel"], "enabled": False}}))
+    status, output = run([*command, "--resume"], tmp_path)
+    assert status == 0, output[-5000:]
+    resumed = json.loads((tmp_path / "summary.json").read_text())["losses"]
+    assert resumed == pytest.approx(losses, rel=1e-5)
+
+
 def test_accelerate_launch_trains_with_expert_parallelism(options, tmp_path):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "examples/accelerate_zero3.yaml",
                "--main_process_port", free_port(),  # its default, 29500, may belong to another job on this machine

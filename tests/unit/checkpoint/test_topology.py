@@ -3,6 +3,7 @@
 """A checkpoint resumes on another number of ranks, another expert-parallel degree, and with or without EP."""
 import numpy as np
 import pytest
+import torch
 
 from checkpoints import PRELOAD, assert_same_state, config, loaded_run, saved_run
 from ranks import rank_group
@@ -53,3 +54,30 @@ def test_training_goes_on(case, saved, two_ranks, four_ranks):
         assert found["note"] == [1, 2]
         assert_same_state(found["state"], expected["state"])
         np.testing.assert_allclose(found["losses"], expected["losses"], rtol=1e-6)
+
+
+def test_a_schedule_keeps_the_rate_of_each_group():
+    """Two saved groups become three, of which the last comes from the first; torch's schedules count groups."""
+    from deepspeed.checkpoint.zero3_load import _schedule
+
+    def scheduler(rates):
+        optimizer = torch.optim.SGD([dict(params=[torch.nn.Parameter(torch.ones(1))], lr=rate) for rate in rates])
+        parts = [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3),
+                 torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]  # yapf: disable
+        return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])
+
+    def rates_of(optimizer, schedule, steps):
+        found = []
+        for _ in range(steps):
+            optimizer.step()
+            schedule.step()
+            found.append([group["lr"] for group in optimizer.param_groups])
+        return found
+
+    saved, loaded = scheduler([1.0, 0.1]), scheduler([1.0, 0.1, 1.0])
+    rates_of(*saved, 1)
+    rates = [group["lr"] for group in saved[0].param_groups]
+    loaded[1].load_state_dict(_schedule(saved[1].state_dict(), 2, [0, 1, 0]))
+    for group, origin in zip(loaded[0].param_groups, [0, 1, 0]):
+        group["lr"] = rates[origin]
+    assert rates_of(*loaded, 4) == [[one, other, one] for one, other in rates_of(*saved, 4)]
