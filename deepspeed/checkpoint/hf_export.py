@@ -45,13 +45,15 @@ def save_hf_checkpoint(engine, save_dir, max_shard_size="50GB", tokenizer=None):
             repository that the model was loaded from are copied.
 
     Raises:
-        ValueError: the engine's model is not a ``PreTrainedModel``.
+        ValueError: the engine's model is not a ``PreTrainedModel``, or has adapters in it.
         FailedOnRank: on every rank, when one of them could not do its part; ``save_dir`` is then as before.
     """
     model, group = engine.module, dist.get_world_group()
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"save_hf_checkpoint: found {type(model).__name__}; allowed: a model of Transformers (for "
-                         "adapters, merge them first or use Trainer.save_model)")
+    has_adapters = getattr(model, "_hf_peft_config_loaded", False)
+    if not isinstance(model, PreTrainedModel) or has_adapters:
+        raise ValueError(
+            f"save_hf_checkpoint: found {type(model).__name__}{' with adapters' if has_adapters else ''}; "
+            "allowed: a model of Transformers (for adapters, merge them first or use Trainer.save_model)")
     with _released(engine), staged(os.fspath(save_dir), group) as staging:
         with failing_together(group):
             held = model_tensors(model, group)

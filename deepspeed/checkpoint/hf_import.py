@@ -27,6 +27,7 @@ from transformers.utils.logging import tqdm
 import deepspeed.comm as dist
 from deepspeed.checkpoint.hf_layout import file_tensors, loaded_contents, loaded_tensors
 from deepspeed.comm.agreement import failing_together
+from deepspeed.moe.experts_interface import is_experts_module
 from deepspeed.moe.reshard import Move, boxes_of, zero3_placement
 from deepspeed.moe.reshard_exchange import bucket_bytes_of
 from deepspeed.runtime.zero.utils import is_zero_param
@@ -34,6 +35,7 @@ from deepspeed.runtime.zero.utils import is_zero_param
 _EXTENSION = ".safetensors"
 # By their names in a file's header.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+           "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
            "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
            "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}  # yapf: disable
 
@@ -109,7 +111,8 @@ def read_shards(model, files, load_config):
                 faults.update(_faults(model, info, found, targets, load_config))
         for name, *_ in info.mismatched_keys:
             del found[name]
-        _Reader(model, stored, whole, conversions, bucket_bytes_of(deepspeed_config())).read(found, targets)
+        with failing_together(group):
+            _Reader(model, stored, whole, conversions, bucket_bytes_of(deepspeed_config())).read(found, targets)
     if conversions:
         model._weight_conversions = conversions  # what saving reverts
     return info
@@ -183,18 +186,22 @@ def _compared(whole, found, stored):
 
 
 def _faults(model, info, found, targets, load_config):
-    """What is wrong -> names: a body's tensors have to be there, all of them and no others."""
+    """What is wrong -> names: with experts, a body's tensors have to be there, all of them and no others."""
     strict = dataclasses.replace(info, missing_keys=set(info.missing_keys), unexpected_keys=set(info.unexpected_keys))
     model._adjust_missing_and_unexpected_keys(strict)  # what the family says is no fault
     loaded = {id(targets[name]) for name in found}
+    tied = model.all_tied_weights_keys  # to what they are tied; from either the other gets its value
+    excused = {*tied, *(source for name, source in tied.items() if name in found)}
     body = f"{model.base_model_prefix}." if model.base_model is not model else ""
-    missing = [name for name in strict.missing_keys if name.startswith(body) and id(targets[name]) not in loaded
-               and name not in model.all_tied_weights_keys]  # yapf: disable
+    missing = [name for name in strict.missing_keys - excused
+               if name.startswith(body) and id(targets[name]) not in loaded]  # yapf: disable
     parts = {name.partition(".")[0] for tensor in found.values() for name in tensor.inputs}
+    unexpected = [name for name in strict.unexpected_keys if name.partition(".")[0] in parts]
     misshapen = [f"{name} {there} for {here}" for name, there, here in sorted(info.mismatched_keys)]
+    has_experts = any(map(is_experts_module, model.modules()))  # a job may load other models beside
     return {
-        "missing": sorted(missing),
-        "unexpected": sorted(name for name in strict.unexpected_keys if name.partition(".")[0] in parts),
+        "missing": sorted(missing) if has_experts else [],
+        "unexpected": sorted(unexpected) if has_experts else [],
         "of another shape": [] if load_config.ignore_mismatched_sizes else misshapen,
         "of another kind": [f"{name} {tensor.dtype} for {targets[name].dtype}" for name, tensor in found.items()
                             if tensor.dtype.is_floating_point != targets[name].dtype.is_floating_point],
@@ -214,11 +221,15 @@ def _refusing(model, whole, stored, load_config):
     except Exception as error:
         faults["not convertible"], cause = [str(error)], error
     if any(faults.values()):
-        faults.update(_faults_of_files(file_tensors(model, whole), stored))
+        told = {name for names in faults.values() for name in names}
+        for fault, names in _faults_of_files(file_tensors(model, whole), stored).items():
+            faults[fault] = [name for name in names if name not in told]
         raise ValueError(f"{load_config.pretrained_model_name_or_path}: found a checkpoint that does not fit "
                          f"{type(model).__name__}: " + "; ".join(f"{fault}: {_first_of(names)}"
                                                                  for fault, names in faults.items() if names) +
-                         "; allowed: every tensor of the model but a head's, and no others beside them") from cause
+                         "; allowed: every tensor of the model but a head's, and no others beside them; other shapes "
+                         "with ignore_mismatched_sizes=True; anything that Transformers takes, read whole by rank 0, "
+                         "with DS_AUTOEP_OFF=hf-import") from cause
 
 
 def _faults_of_files(expected, stored):

@@ -107,9 +107,10 @@ def _name_again(folder, previous):
     if os.path.isfile(os.path.join(folder, "config.json")):
         shutil.copy(os.path.join(folder, "config.json"), previous)
     for name in sorted(filter(_WEIGHTS.fullmatch, os.listdir(folder)), key=_entry_last):
+        path = os.path.realpath(os.path.join(folder, name))  # a folder of the Hub's cache consists of links
         try:
-            os.link(os.path.join(folder, name), os.path.join(previous, name))
+            os.link(path, os.path.join(previous, name))
         except OSError as error:
             if error.errno not in _ONE_NAME_ONLY:
                 raise
-            shutil.copy(os.path.join(folder, name), previous)
+            shutil.copy(path, os.path.join(previous, name))

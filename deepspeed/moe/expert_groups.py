@@ -65,11 +65,18 @@ def _tell_schedulers(optimizer, count, origins):
     """Let the schedulers of ``optimizer``, made for ``count`` groups, set the groups of now as those at ``origins``.
 
     The engine does not know all of them: Accelerate keeps a scheduler to itself, and some hold others.
+
+    Raises:
+        ValueError: for a scheduler of another number of groups, whose rates would go to the wrong ones.
     """
     for scheduler in [found for found in gc.get_objects() if issubclass(type(found), _SCHEDULERS)]:
         if getattr(scheduler, "optimizer", None) is not optimizer:
             continue
         for name in PER_GROUP:
             values = getattr(scheduler, name, None)
-            if isinstance(values, list) and len(values) == count:
-                setattr(scheduler, name, [values[origin] for origin in origins])
+            if not isinstance(values, list):
+                continue
+            if len(values) != count:  # DeepSpeed leaves out empty groups before it comes here
+                raise ValueError(f"optimizer: found a {type(scheduler).__name__} with {len(values)} values of {name} "
+                                 f"and {count} groups that are not empty; allowed: an optimizer without empty groups")
+            setattr(scheduler, name, [values[origin] for origin in origins])

@@ -88,6 +88,10 @@ def check_experts_module(module, name):
         raise ValueError(
             f"expert_parallel: found {name} with Transformers' own expert parallelism on; allowed: one of "
             "the two. Load the model without a distributed_config or tp_plan that splits the experts.")
+    if name.endswith(".base_layer"):
+        raise ValueError(
+            f"expert_parallel: found {name}, experts with an adapter on their tensors; allowed: adapters on "
+            "other modules (target_modules), or training the experts themselves (modules_to_save)")
     if "forward" in vars(module) or hasattr(module, "_hf_hook"):
         raise ValueError(f"expert_parallel: found {name} with a forward that was replaced on the instance, as "
                          "Accelerate's device_map does; allowed: the class's own forward. Load the model without "

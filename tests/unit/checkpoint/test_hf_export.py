@@ -251,6 +251,31 @@ def export_without_links(folder):
         export("mixtral", ds_config(2), folder)
 
 
+def test_weights_that_are_links_are_kept_whole(tmp_path):
+    """As in a folder of the Hub's cache, whose files are relative links."""
+    from deepspeed.checkpoint import staging
+
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    families.build("mixtral").save_pretrained(tmp_path / "blobs")
+    os.symlink("../blobs/model.safetensors", tmp_path / "snapshot/model.safetensors")
+    staging._name_again(tmp_path / "snapshot", tmp_path / "snapshot/.previous")
+    kept = tmp_path / "snapshot/.previous/model.safetensors"
+    assert not kept.is_symlink() and kept.samefile(tmp_path / "blobs/model.safetensors")
+
+
+def export_with_adapters(folder):
+    with trained("mixtral", ds_config(2)) as engine:
+        engine.module._hf_peft_config_loaded = True  # what add_adapter leaves; peft is not installed here
+        engine.save_hf_checkpoint(folder)
+
+
+def test_adapters_inside_the_model_are_refused(two_ranks, tmp_path):
+    for error in two_ranks.errors(export_with_adapters, str(tmp_path)):
+        assert "found MixtralForCausalLM with adapters" in error
+    assert os.listdir(tmp_path) == []
+
+
 def test_saving_again_where_files_have_one_name(two_ranks, tmp_path):
     for _ in range(2):
         two_ranks.run(export_without_links, str(tmp_path))

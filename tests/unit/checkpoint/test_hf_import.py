@@ -109,6 +109,43 @@ def test_body_without_its_head(two_ranks, tmp_path):
     two_ranks.run(body_and_head, [str(tmp_path / "whole"), str(tmp_path / "body")])
 
 
+def dense_beside(folders):
+    """Models without experts in the same job load as ever: a new pooler is initialized."""
+    from transformers import BertModel
+
+    with loaded(BertModel, folders[0], ds_config(2), output_loading_info=True) as (model, info):
+        assert info["missing_keys"] == {"pooler.dense.weight", "pooler.dense.bias"}
+    compare(AutoModelForCausalLM, folders[1])
+
+
+def test_dense_model_and_ties_from_either_end(two_ranks, tmp_path):
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    BertForMaskedLM(BertConfig(**sizes)).save_pretrained(tmp_path / "bert")
+    families.build("qwen3_moe", tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
+    _rewrite(tmp_path / "tied/model.safetensors",
+             lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+    two_ranks.run(dense_beside, [str(tmp_path / "bert"), str(tmp_path / "tied")])
+
+
+def failing_to_read(folder):
+    import deepspeed.comm as dist
+    from deepspeed.checkpoint import hf_import
+
+    def fail(*args):
+        raise OSError(5, "Input/output error")
+
+    with mock.patch.object(hf_import._Reader, "_mapped", fail) if dist.get_rank() else contextlib.nullcontext():
+        faults(folder)
+
+
+def test_no_rank_waits_for_one_that_cannot_read(two_ranks, tmp_path):
+    families.build("mixtral").save_pretrained(tmp_path)
+    for error in two_ranks.errors(failing_to_read, str(tmp_path)):
+        assert error == "FailedOnRank: rank 1: OSError: [Errno 5] Input/output error"
+
+
 def composite(folder):
     from transformers import Qwen3VLMoeForConditionalGeneration
 

@@ -131,32 +131,40 @@ def refused(spoil, config):
     """Initialize an engine for a tiny model after ``SPOILED[spoil]``."""
     import deepspeed
     model = tiny_models.build("qwen3_moe")
-    SPOILED[spoil][0](model.model.layers[1].mlp.experts)
+    SPOILED[spoil][0](model.model.layers[1].mlp)
     deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
 
 
-def _patched(experts):
-    experts.forward = lambda *args: None
+def _patched(block):
+    block.experts.forward = lambda *args: None
 
 
-def _split_already(experts):
-    experts._is_expert_parallel = True
+def _split_already(block):
+    block.experts._is_expert_parallel = True
 
 
-def _scaled(experts):
-    experts.register_buffer("gate_up_proj_scale", torch.ones(tiny_models.EXPERTS, 1))
+def _scaled(block):
+    block.experts.register_buffer("gate_up_proj_scale", torch.ones(tiny_models.EXPERTS, 1))
 
 
-def _quantized(experts):
-    experts.down_proj = torch.nn.Parameter(experts.down_proj.data.to(torch.float8_e4m3fn), requires_grad=False)
+def _quantized(block):
+    block.experts.down_proj = torch.nn.Parameter(block.experts.down_proj.data.to(torch.float8_e4m3fn),
+                                                 requires_grad=False)
 
 
-def _misshapen(experts):
-    experts.down_proj = torch.nn.Parameter(experts.down_proj.data[:-1])
+def _misshapen(block):
+    block.experts.down_proj = torch.nn.Parameter(block.experts.down_proj.data[:-1])
+
+
+def _with_adapter(block):
+    adapter = torch.nn.Module()  # as peft wraps what its target_parameters name
+    adapter.base_layer = block.experts
+    block.experts = adapter
 
 
 SPOILED = {
     "hooked": (_patched, "forward that was replaced on the instance"),
+    "adapted": (_with_adapter, "experts with an adapter on their tensors"),
     "split by Transformers": (_split_already, "Transformers' own expert parallelism on"),
     "scales": (_scaled, "gate_up_proj_scale (6, 1), a tensor per expert"),
     "quantized": (_quantized, "float8_e4m3fn; allowed: weights that can be trained"),

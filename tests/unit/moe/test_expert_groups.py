@@ -44,6 +44,16 @@ def test_a_group_of_both_is_split():
                                        ([expert, frozen], 0.5, "ep_size_2")])  # yapf: disable
 
 
+def test_a_schedule_of_other_groups_is_refused():
+    """DeepSpeed takes empty groups away first; the experts' new group would get the empty one's rate."""
+    optimizer = torch.optim.AdamW([dict(params=[parameter(), parameter(True)], lr=0.5), dict(params=[], lr=0.1)])
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    del optimizer.param_groups[1]
+    with pytest.raises(ValueError, match="found a LambdaLR with 2 values of base_lrs and 1 groups that are not empty"):
+        split_expert_groups(optimizer)
+    del schedule
+
+
 def test_groups_that_are_marked_stay():
     norm, expert = parameter(), parameter(True)
     optimizer = optimizer_of([norm], [expert])
