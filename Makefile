@@ -1,6 +1,6 @@
 # Fresh machine: `make demo`, `make test`. PYTHON chooses the interpreter (3.10 to 3.12).
 PYTHON ?= python3
-OVERLAY := $(shell find deepspeed transformers deepspeed_autoep -name '*.py' -o -name '*.json') deepspeed_autoep.pth setup.py README.md
+OVERLAY := $(shell find accelerate deepspeed transformers deepspeed_autoep -name '*.py' -o -name '*.json') deepspeed_autoep.pth setup.py README.md
 PIP := -m pip --disable-pip-version-check
 # DeepSpeed counts a CPU machine's devices by its sockets unless this says otherwise.
 export LOCAL_SIZE ?= 8

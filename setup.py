@@ -22,13 +22,15 @@ def requirements(name):
         return [line.strip() for line in file if line.strip() and not line.startswith(("#", "-"))]
 
 
-overlay = find_namespace_packages(include=["deepspeed*", "transformers*"], exclude=["deepspeed_autoep*"])
+overlay = find_namespace_packages(include=["accelerate*", "deepspeed*", "transformers*"],
+                                  exclude=["deepspeed_autoep*"])
 setup(
     packages=["deepspeed_autoep"] + [f"deepspeed_autoep.{name}" for name in overlay],
     package_dir={
         "deepspeed_autoep": "deepspeed_autoep",
         "deepspeed_autoep.deepspeed": "deepspeed",
         "deepspeed_autoep.transformers": "transformers",
+        "deepspeed_autoep.accelerate": "accelerate",
     },
     package_data={"deepspeed_autoep": ["families.json"]},
     name="deepspeed-autoep",

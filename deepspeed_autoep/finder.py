@@ -114,14 +114,15 @@ class _LoadedBy:
 
 def installed_finders() -> list:
     """The finders of our overlays, that on DeepSpeed first; none when they are switched off."""
-    return sorted((f for f in sys.meta_path if isinstance(f, OverlayFinder)), key=lambda finder: finder.package)
+    return sorted((f for f in sys.meta_path if isinstance(f, OverlayFinder)),
+                  key=lambda finder: (finder.package != "deepspeed", finder.package))
 
 
 def install() -> None:
     """Switch the overlays on for this process. Calling it again changes nothing."""
     if installed_finders():
         return
-    beside = OverlayFinder("transformers", overlay_root("transformers"))
-    for finder in (beside, OverlayFinder("deepspeed", overlay_root("deepspeed"), _CONFIG_MODULE, beside=beside)):
+    beside = [OverlayFinder(package, overlay_root(package)) for package in ("accelerate", "transformers")]
+    for finder in (*beside, OverlayFinder("deepspeed", overlay_root("deepspeed"), _CONFIG_MODULE, beside=beside)):
         sys.meta_path.insert(0, finder)
         finder.bind_loaded()

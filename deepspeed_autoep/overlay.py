@@ -18,7 +18,8 @@ from typing import Optional
 from deepspeed_autoep.extension import Extension, State, collect_extensions, signature_mismatch, undecorated
 
 # Per package: the releases that the twins were written for, and the one to install when another does not fit.
-_RELEASES = {"deepspeed": (">=0.19.6,<0.20", "0.19.8"), "transformers": (">=5.17,<6", "5.24.0")}
+_RELEASES = {"deepspeed": (">=0.19.6,<0.20", "0.19.8"), "transformers": (">=5.17,<6", "5.24.0"),
+             "accelerate": (">=1.15,<2", "1.15.0")}  # yapf: disable
 # Constructing this class is the first thing that zero.Init, deepspeed.initialize and the Trainer do with a config.
 CONFIG_CLASS = "DeepSpeedConfig"
 
@@ -46,10 +47,10 @@ class Overlay:
         config_module: dotted name of the module whose ``CONFIG_CLASS`` refuses a misfit, if it is in this package.
         releases: version specifier of the releases that the twins were written for, and the one to install when
             another does not fit.
-        beside: the ``OverlayFinder`` of another package, which has to fit as well.
+        beside: the ``OverlayFinder`` of each other package that has to fit as well.
     """
 
-    def __init__(self, package: str, files: dict, config_module: Optional[str], releases=None, beside=None):
+    def __init__(self, package: str, files: dict, config_module: Optional[str], releases=None, beside=()):
         self.package = package
         self.files = files
         self.supported, self.tested = releases or _RELEASES[package]
@@ -222,7 +223,7 @@ class Overlay:
 
     def require_fit(self) -> None:
         """Raise OverlayError when an extension, of this package or the one beside, does not fit what is installed."""
-        overlays = [self, *([self._beside.overlay] if self._beside else [])]
+        overlays = [self, *(finder.overlay for finder in self._beside)]
         for overlay in overlays:
             overlay.load_all()
             overlay._raise_misfits()

@@ -23,7 +23,8 @@ def main():
     print(f"largest difference of a logit: {(model(input_ids=first).logits - trained).abs().max():.1e}")
     prompt = torch.tensor([list(args.prompt.encode())])
     generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=60, do_sample=False)
-    print(f"a line of code: {bytes(generated[0].tolist()).decode(errors='replace').splitlines()[0]}")
+    line = bytes(generated[0].tolist()).decode(errors="replace").splitlines()[0]
+    print(f"a line of code, after so little training: {line}")
     if "deepspeed" in sys.modules:
         sys.exit("DeepSpeed was loaded")
 

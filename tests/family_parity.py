@@ -152,7 +152,7 @@ def _engine_steps(engine, steps, batch):
         engine.step()
         norm = engine.get_global_grad_norm()
         seen["norm"].append(norm if norm is None else float(norm))
-    return {**seen, "weight": gathered(engine.module, _weight)}
+    return {**seen, "weight": gathered(engine.module, weight_of)}
 
 
 def _loss_and_input(model, batch):
@@ -189,7 +189,7 @@ def gradient_of(param):
     return found
 
 
-def _weight(param):
+def weight_of(param):
     from deepspeed.utils import safe_get_full_fp32_param
 
     found = safe_get_full_fp32_param(param)

@@ -44,7 +44,7 @@ def _refuse_state_dict(module, prefix, keep_vars):
         raise RuntimeError(
             f"state_dict of {prefix.rstrip('.')}: found {module.num_local_experts} of {module.num_experts} experts on "
             "this rank, which would be saved under the numbers of others; allowed: engine.save_hf_checkpoint, "
-            "engine.save_checkpoint, or state_dict=Accelerator.get_state_dict(model), called on all ranks")
+            "Trainer.save_model, or state_dict=Accelerator.get_state_dict(model), called on all ranks")
 
 
 class ExpertParallelExperts(AutoEPMoELayer):

@@ -278,3 +278,16 @@ def write_recovery_script(self, save_path):
     write_recovery_script.original(self, save_path)
     if spread_layers(self):
         write_script(save_path)
+
+
+@extends("DeepSpeedEngine.save_16bit_model",
+         feature=_HF,
+         why="below ZeRO-3 a rank has the whole model but for other ranks' experts")
+def save_16bit_model(self, *args, **kwargs):
+    if not self._has_autoep_layers() or self.zero_optimization_partition_weights():
+        return save_16bit_model.original(self, *args, **kwargs)
+    self.module_state_dict = self._zero3_consolidated_16bit_state_dict  # as stage 3 gets it, all ranks together
+    try:
+        return save_16bit_model.original(self, *args, **kwargs)
+    finally:
+        del self.module_state_dict

@@ -77,7 +77,7 @@ class FakePackage:
         importlib.invalidate_caches()
         return file
 
-    def finder(self, supported=">=1.4,<2", beside=None):
+    def finder(self, supported=">=1.4,<2", beside=()):
         return OverlayFinder(PACKAGE,
                              str(self.overlay_root),
                              f"{PACKAGE}.runtime.config",

@@ -119,7 +119,7 @@ def test_release_outside_the_window(fake, found, late):
 def test_package_beside_has_to_fit_too(fake):
     fake.twin("maths.py", TWIN)
     beside = fake.finder(supported=">=1.6")
-    fake.switch_on(beside=beside)
+    fake.switch_on(beside=[beside])
     assert fake.load("maths").double(3) == 7
     beside.bind_loaded()
     assert_only_expert_parallel_fails(fake, f"found {PACKAGE} 1.5.0", f"expected {PACKAGE}>=1.6")

@@ -12,12 +12,14 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 
+OVERLAYS = ("accelerate", "deepspeed", "transformers")
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """A wheel built from a copy of the sources: a build leaves files behind, and may pick up old ones."""
     copy, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("deepspeed", "transformers", "deepspeed_autoep", "requirements"):
+    for name in (*OVERLAYS, "deepspeed_autoep", "requirements"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ROOT.iterdir():
         if file.is_file() and not file.name.startswith("."):
@@ -52,7 +54,7 @@ def sources(folder):
 def test_files(wheel):
     """Exactly our trees, the overlays inside the package, and the start-up line. Nothing in DeepSpeed's folder."""
     ours = [str(path) for path in sources("deepspeed_autoep")]
-    overlay = [f"deepspeed_autoep/{path}" for name in ("deepspeed", "transformers") for path in sources(name)]
+    overlay = [f"deepspeed_autoep/{path}" for name in OVERLAYS for path in sources(name)]
     others = [name for name in files_of(wheel) if ".dist-info/" not in name]
     data = ["deepspeed_autoep.pth", "deepspeed_autoep/families.json"]
     assert overlay and sorted(others) == sorted(ours + overlay + data)
@@ -85,7 +87,7 @@ def test_installing_switches_on(installed, variables, on, tmp_path):
     assert (done.stdout, done.stderr) == (f"{on} False\n", "")
 
 
-@pytest.mark.parametrize("package", ["deepspeed", "transformers"])
+@pytest.mark.parametrize("package", OVERLAYS)
 def test_overlay_is_found_inside_the_package(installed, tmp_path, package):
     code = ("from deepspeed_autoep.finder import modules_below, overlay_root\n"
             f"root = overlay_root({package!r})\n"
