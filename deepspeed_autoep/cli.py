@@ -24,9 +24,11 @@ def _console():
 
 
 def status(arguments) -> int:
-    """Print what became of every extension; the exit status is 1 when one does not fit."""
+    """Print what became of every extension; the exit status is 1 when one, or ``DS_AUTOEP_OFF``, does not fit."""
     from rich.markup import escape
     from rich.table import Table
+
+    from deepspeed_autoep.overlay import unknown_features
 
     console = _console()
     overlays = [finder.overlay for finder in installed_finders()]
@@ -44,7 +46,10 @@ def status(arguments) -> int:
         why = e.why if e.state is State.APPLIED else f"{e.reason} ({e.why})"
         table.add_row(e.feature, e.name, f"[{_COLOURS[e.state]}]{e.state.value}[/]", escape(why))
     console.print(table)
-    return 1 if any(e.state is State.DRIFT for e in extensions) else 0
+    unknown = unknown_features(overlays)
+    if unknown:
+        console.print(escape(unknown))
+    return 1 if unknown or any(e.state is State.DRIFT for e in extensions) else 0
 
 
 def estimate(arguments) -> int:

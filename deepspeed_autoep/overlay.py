@@ -33,6 +33,15 @@ def features_off() -> frozenset:
     return frozenset(name.strip() for name in os.environ.get("DS_AUTOEP_OFF", "").split(",") if name.strip())
 
 
+def unknown_features(overlays) -> Optional[str]:
+    """What is wrong with ``DS_AUTOEP_OFF``, or None; the overlays have loaded all."""
+    features = {e.feature for overlay in overlays for e in overlay.extensions}
+    unknown = sorted(features_off() - features)
+    if not unknown:
+        return None
+    return (f"DS_AUTOEP_OFF: found {', '.join(unknown)}; allowed: {', '.join(sorted(features))}, separated by commas")
+
+
 def _function(raw):
     """What stands behind an attribute: the function of a static or class method, without its decorators."""
     return undecorated(getattr(raw, "__func__", raw))
@@ -227,10 +236,9 @@ class Overlay:
         for overlay in overlays:
             overlay.load_all()
             overlay._raise_misfits()
-        features = {e.feature for overlay in overlays for e in overlay.extensions}
-        if features_off() - features:
-            raise OverlayError(f"DS_AUTOEP_OFF: found {', '.join(sorted(features_off() - features))}; allowed: "
-                               f"{', '.join(sorted(features))}, separated by commas")
+        unknown = unknown_features(overlays)
+        if unknown:
+            raise OverlayError(unknown)
 
     def _raise_misfits(self) -> None:
         misfits = [e for e in self.extensions if e.state is State.DRIFT]

@@ -213,8 +213,10 @@ def save_failing(folder, where, how):
             engine.save_hf_checkpoint(folder, max_shard_size=SHARD)
 
 
-@pytest.mark.parametrize("where", ["writing", "naming", "moving"])
-@pytest.mark.parametrize("how", ["full", "killed"])
+@pytest.mark.parametrize("how, where", [
+    ("full", "writing"), ("killed", "writing"), ("killed", "naming"), ("killed", "moving"),
+    *(pytest.param("full", where, marks=pytest.mark.slow) for where in ("naming", "moving"))
+])  # yapf: disable
 def test_the_checkpoint_before_stays(two_ranks, tmp_path, where, how):
     two_ranks.run(export, "mixtral", ds_config(2), str(tmp_path))
     before = tensors_in(tmp_path)

@@ -58,7 +58,7 @@ def train_and_save_below_stage_3(source, folder, stage):
     return gathered(trainer.model, weight_of)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 2])
 def test_every_way_saves_below_stage_3(two_ranks, tmp_path, stage):
     families.build("qwen3_moe").save_pretrained(tmp_path / "source")
     expected, _ = two_ranks.run(train_and_save_below_stage_3, str(tmp_path / "source"), str(tmp_path), stage)

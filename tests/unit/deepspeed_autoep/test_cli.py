@@ -62,6 +62,14 @@ def test_exit_status_is_zero_when_everything_fits(fake, status):
     assert [row[2] for row in table_rows(printed)] == ["already upstream", "applied", "applied"]
 
 
+def test_a_name_that_is_no_feature_is_told(fake, status, monkeypatch):
+    fake.twin("maths.py", TWIN.split("\n\n")[0].replace("1 / 0", "False"))
+    monkeypatch.setenv("DS_AUTOEP_OFF", "limits,limit")
+    code, printed = status()
+    assert code == 1
+    assert "DS_AUTOEP_OFF: found limit; allowed: counting, limits, other, separated by commas" in printed
+
+
 def test_module_that_cannot_be_imported_is_listed(fake, status):
     fake.twin("gone.py", TWIN)
     fake.twin("new.py", "VALUE = 1\n")
