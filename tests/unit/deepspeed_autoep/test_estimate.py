@@ -117,9 +117,9 @@ SMALL = dict(param_persistence_threshold=300, reduce_bucket_size=1000, prefetch_
 ZERO = {(key if key == "reduce_bucket_size" else f"stage3_{key}"): value for key, value in SMALL.items()}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", SIZES)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks, dtype", [(2, "fp32"), (4, "bf16"), pytest.param(2, "bf16", marks=pytest.mark.slow),
+                                          pytest.param(4, "fp32", marks=pytest.mark.slow)])  # yapf: disable
 def test_engines_hold_what_was_estimated(request, checkpoint, ranks, family, dtype):
     group = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[ranks])
     loop = family == "qwen3_moe"  # torch._grouped_mm takes no odd sizes
