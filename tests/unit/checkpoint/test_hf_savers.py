@@ -71,7 +71,7 @@ def test_every_way_saves_below_stage_3(two_ranks, tmp_path, stage):
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("ranks, ep", [(2, 2), (4, 2)])
+@pytest.mark.parametrize("ranks, ep", [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow), (4, 4)])
 def test_every_way_saves_the_trained_model(request, tmp_path, ranks, ep):
     families.build("qwen3_moe").save_pretrained(tmp_path / "source")
     group = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[ranks])
