@@ -50,7 +50,7 @@ def test_every_family(two_ranks, matrix, family):
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("family", ["gpt_oss", "muse_spark"])
+@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("muse_spark", marks=pytest.mark.slow)])
 def test_stages_and_degrees(four_ranks, family, stage, ep):
     check(four_ranks, family, ds_config(ep, zero=dict(stage=stage)))
 
