@@ -53,10 +53,6 @@ class OverlayFinder:
         return self._files
 
     @property
-    def _seen(self) -> set:
-        return {*self.files, *filter(None, [self._config_module])}
-
-    @property
     def overlay(self):
         if self._overlay is None:
             from deepspeed_autoep.overlay import Overlay
@@ -64,7 +60,7 @@ class OverlayFinder:
         return self._overlay
 
     def find_spec(self, name, path=None, target=None):
-        if not name.startswith(self._prefix) or name not in self._seen:
+        if not name.startswith(self._prefix) or name not in self.files and name != self._config_module:
             return None
         spec = self._spec_without_us(name, path, target)
         if spec is None and name in self.files:
@@ -89,7 +85,7 @@ class OverlayFinder:
         if self.package not in sys.modules:
             return
         # Listed first: what a twin imports meets this finder, so it is bound, or new, already.
-        for module in [sys.modules[name] for name in sorted(self._seen) if name in sys.modules]:
+        for module in [sys.modules[name] for name in self.overlay.seen if name in sys.modules]:
             self.overlay.bind(module)
 
 

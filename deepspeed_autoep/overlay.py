@@ -68,6 +68,11 @@ class Overlay:
         self._config_module = config_module
 
     @property
+    def seen(self) -> list:
+        """Names of the modules that have a twin or are new, and of the one that reads configurations."""
+        return sorted({*self.files, *filter(None, [self._config_module])})
+
+    @property
     def extensions(self) -> list:
         return [extension for extensions in list(self._recorded.values()) for extension in extensions]
 
@@ -224,7 +229,7 @@ class Overlay:
 
     def load_all(self) -> None:
         """Import every module that has a twin, so that each extension has met its target."""
-        for name in sorted({*self.files, *filter(None, [self._config_module])}):
+        for name in self.seen:
             try:
                 importlib.import_module(name)
             except Exception as error:

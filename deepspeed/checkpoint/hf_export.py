@@ -66,7 +66,8 @@ def save_hf_checkpoint(engine, save_dir, max_shard_size="50GB", tokenizer=None):
         with failing_together(group):
             if dist.get_rank(group=group) == 0:
                 save_config(model, tokenizer, staging)
-        _write(model, held, shards, len(writers), staging, group, bucket_bytes_of(engine._config._param_dict))
+        _write(model, held, shards, plan.nbytes, len(writers), staging, group,
+               bucket_bytes_of(engine._config._param_dict))
         with failing_together(group):
             if dist.get_rank(group=group) == 0:
                 plan.write_index(staging)
@@ -84,9 +85,8 @@ def _released(engine):
             engine.optimizer.checkpoint_event_epilogue()
 
 
-def _write(model, held, shards, writers, staging, group, bucket_bytes):
+def _write(model, held, shards, total, writers, staging, group, bucket_bytes):
     rank = dist.get_rank(group=group)
-    total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="Saving the model", disable=rank != 0) as bar:
         for start in range(0, len(shards), writers):
             in_round = shards[start:start + writers]

@@ -25,6 +25,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.logging import tqdm
 
 import deepspeed.comm as dist
+from deepspeed.checkpoint.differences import first_of, told
 from deepspeed.checkpoint.hf_layout import file_tensors, loaded_contents, loaded_tensors
 from deepspeed.comm.agreement import failing_together
 from deepspeed.moe.experts_interface import is_experts_module
@@ -33,6 +34,7 @@ from deepspeed.moe.reshard_exchange import bucket_bytes_of
 from deepspeed.runtime.zero.utils import is_zero_param
 
 _EXTENSION = ".safetensors"
+_NAMED = 5  # tensors that an error names of each kind
 # By their names in a file's header.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
            "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
@@ -154,7 +156,7 @@ def _open(files, metadata, opened):
     if lost:
         raise ValueError(
             f"index of the checkpoint: found {len(lost)} tensors that are not in the files that it names: "
-            f"{_first_of(lost)}; allowed: the files that hold them")
+            f"{first_of(lost, _NAMED)}; allowed: the files that hold them")
     return stored
 
 
@@ -221,15 +223,14 @@ def _refusing(model, whole, stored, load_config):
     except Exception as error:
         faults["not convertible"], cause = [str(error)], error
     if any(faults.values()):
-        told = {name for names in faults.values() for name in names}
+        named = {name for names in faults.values() for name in names}
         for fault, names in _faults_of_files(file_tensors(model, whole), stored).items():
-            faults[fault] = [name for name in names if name not in told]
-        raise ValueError(f"{load_config.pretrained_model_name_or_path}: found a checkpoint that does not fit "
-                         f"{type(model).__name__}: " + "; ".join(f"{fault}: {_first_of(names)}"
-                                                                 for fault, names in faults.items() if names) +
-                         "; allowed: every tensor of the model but a head's, and no others beside them; other shapes "
-                         "with ignore_mismatched_sizes=True; anything that Transformers takes, read whole by rank 0, "
-                         "with DS_AUTOEP_OFF=hf-import") from cause
+            faults[fault] = [name for name in names if name not in named]
+        raise ValueError(
+            f"{load_config.pretrained_model_name_or_path}: found a checkpoint that does not fit "
+            f"{type(model).__name__}: {told(faults, _NAMED)}; allowed: every tensor of the "
+            "model but a head's, and no others beside them; other shapes with ignore_mismatched_sizes=True; "
+            "anything that Transformers takes, read whole by rank 0, with DS_AUTOEP_OFF=hf-import") from cause
 
 
 def _faults_of_files(expected, stored):
@@ -241,10 +242,6 @@ def _faults_of_files(expected, stored):
         "missing in the files": missing if len(missing) < len(expected) / 2 else [],
         "of another shape in the files": misshapen
     }
-
-
-def _first_of(names, count=5):
-    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
 class _Reader:

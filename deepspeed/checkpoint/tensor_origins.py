@@ -59,7 +59,7 @@ class Origins(TorchFunctionMode):
     def of(self, tensor):
         """``Origin`` of the elements of ``tensor`` in row-major order; empty if it is not made of given tensors."""
         origin = self._origins.get(memory_of(tensor), Origin(None, ()))
-        if origin.sections is None or is_whole(tensor):
+        if origin.sections is None or _is_whole(tensor):
             return origin
         if len(origin.sections) == 1 and _is_copy(origin.sections[0]):  # a view of one tensor, whatever its strides
             source = origin.sections[0].source
@@ -117,7 +117,7 @@ def memory_of(tensor):
     return tensor.untyped_storage()._cdata
 
 
-def is_whole(tensor):
+def _is_whole(tensor):
     """Whether ``tensor`` is all of its memory in row-major order."""
     numel = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.is_contiguous() and tensor.numel() == numel

@@ -43,10 +43,7 @@ def whole_tensors(saved, exclude_frozen_parameters=False):
     float32. Tied parameters are one object under all their names.
     """
     saved.check_complete()
-    found = {
-        name: buffer.float() if buffer.is_floating_point() else buffer
-        for name, buffer in saved.buffers().items()
-    }
+    found = {name: buffer.float() if buffer.is_floating_point() else buffer for name, buffer in saved.buffers.items()}
     for name, held in saved.held.items():
         if held.sub_group is not None or not exclude_frozen_parameters:
             found[name] = WholeTensor(saved, name)

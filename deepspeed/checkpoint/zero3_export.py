@@ -51,7 +51,7 @@ def export_checkpoint(checkpoint_dir, output_dir, source, tag=None, dtype=None, 
     saved = _open(checkpoint_dir, tag)
     model = _model_on_meta(os.fspath(source), dtype, trust_remote_code)
     tensors, sources = _tensors(model, saved)
-    plan = plan_files(model, tensors, saved.buffers(), max_shard_size)
+    plan = plan_files(model, tensors, saved.buffers, max_shard_size)
 
     def read(name, start, into):
         _read(saved, sources[name], start, into)
@@ -118,7 +118,7 @@ def _constructor(config, source, trust_remote_code):
 
 def _tensors(model, saved):
     """What is to be written: name -> tensor on the meta device, tied names share one; and name -> name as saved."""
-    buffers, names_of, tensors, sources, wanted = saved.buffers(), {}, {}, {}, {}
+    buffers, names_of, tensors, sources, wanted = saved.buffers, {}, {}, {}, {}
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     for name, tensor in state.items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -136,9 +136,8 @@ def _tensors(model, saved):
 
 def _read(saved, name, start, into):
     """Fill a flat tensor with elements of the whole tensor ``name``, from ``start`` on."""
-    buffers = saved.buffers()
-    if name in buffers:
-        into.copy_(buffers[name].flatten()[start:start + len(into)])
+    if name in saved.buffers:
+        into.copy_(saved.buffers[name].flatten()[start:start + len(into)])
     else:
         saved.read(name, start, into=into)
 

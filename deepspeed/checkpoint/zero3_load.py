@@ -17,7 +17,8 @@ import torch
 import deepspeed.comm as dist
 from deepspeed.checkpoint.constants import (FP32_FLAT_GROUPS, FP32_WEIGHT_KEY, FROZEN_PARAM_FRAGMENTS,
                                             MODEL_FILE_SUFFIX, OPTIMIZER_STATE_DICT, PARAM_GROUPS)
-from deepspeed.checkpoint.zero3_shards import (PARAMETERS, RANKS, SavedShards, describe, first_of, is_elementwise,
+from deepspeed.checkpoint.differences import first_of
+from deepspeed.checkpoint.zero3_shards import (PARAMETERS, RANKS, SavedShards, describe, is_elementwise,
                                                sub_group_numel)
 from deepspeed.comm.agreement import agree
 from deepspeed.module_inject.experts_only import ExpertParallelExperts
@@ -253,7 +254,7 @@ def _saved_groups(saved, target):
 
 def _param_groups(saved, target):
     """The engine's groups of parameters with the hyperparameters of the saved groups that their parameters were in."""
-    made = []
+    made, sub_groups = [], list(target.members())
     for number, (group, origins) in enumerate(zip(target.optimizer.optimizer.param_groups,
                                                   _saved_groups(saved, target))):  # yapf: disable
         sources = [_groups(saved)[origin] for origin in origins]
@@ -262,7 +263,7 @@ def _param_groups(saved, target):
         if any(other != values[0] for other in values):
             raise ValueError(f"{saved.folder}: found different hyperparameters for the parameters of the optimizer's "
                              f"group {number}; allowed: the same for all of them, or load_optimizer_states=False")
-        mine = [sub_group for sub_group in target.members()
+        mine = [sub_group for sub_group in sub_groups
                 if target.optimizer.sub_group_to_group_id[sub_group] == number]  # yapf: disable
         made.append({**group, **values[0], "params": mine})
     return made

@@ -26,6 +26,7 @@ import torch
 from deepspeed.checkpoint.constants import (AUTOEP_LAYERS_KEY, BUFFER_NAMES, FP32_FLAT_GROUPS, FP32_WEIGHT_KEY,
                                             FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES, OPTIMIZER_STATE_DICT,
                                             PARAM_SHAPES)
+from deepspeed.checkpoint.differences import told
 from deepspeed.moe.reshard import expert_placement, zero3_placement
 
 # Of an entry in AUTOEP_LAYERS_KEY: the expert parameters of a module, and [ep_rank][edp_rank] -> rank that holds them.
@@ -115,12 +116,6 @@ def is_spread(folder):
         return False
 
 
-def first_of(names, count=3):
-    """The first of some names, for a message."""
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
-
-
 def _model_file(rank):
     return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 
@@ -177,6 +172,7 @@ class SavedShards:
     def optimizer_path(self, rank):
         return self._path(_optim_files(rank))
 
+    @functools.cached_property
     def buffers(self):
         """Name -> buffer, as rank 0 saved them."""
         states = self.model_states(0)
@@ -192,7 +188,7 @@ class SavedShards:
                 and no other.
         """
         found = {name: tuple(held.shape) for name, held in self.held.items()}
-        found.update({name: tuple(tensor.shape) for name, tensor in self.buffers().items()})
+        found.update({name: tuple(tensor.shape) for name, tensor in self.buffers.items()})
         wanted = {name: tuple(shape) for name, shape in wanted.items()}
         lists = {
             "missing": [name for name in wanted if name not in found and (needed is None or name in needed)],
@@ -201,9 +197,8 @@ class SavedShards:
                                  for name in wanted if found.get(name) not in (None, wanted[name])],
         }  # yapf: disable
         if any(lists.values()):
-            differences = "; ".join(f"{what}: {first_of(names)}" for what, names in lists.items() if names)
             raise ValueError(
-                f"{self.folder}: found the checkpoint of another model; {differences}; allowed: {allowed}")
+                f"{self.folder}: found the checkpoint of another model; {told(lists)}; allowed: {allowed}")
 
     def check_complete(self):
         """Raise ValueError when a file of one of the ranks is missing."""

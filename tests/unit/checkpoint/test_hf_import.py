@@ -221,10 +221,6 @@ def _rewrite(path, change):
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def _first(tensors, end):
-    return next(name for name in tensors if name.endswith(end))
-
-
 def _missing(folder):
     _drop_from_index(folder, "experts.3.w1.weight")
     return "missing in the files: model.layers.0.block_sparse_moe.experts.3.w1.weight"
@@ -250,25 +246,24 @@ def _unexpected(folder):
     return "unexpected: model.layers.7.mlp.gate.weight"
 
 
+def _shard_with(folder, end):
+    return next(path for path in _shards(folder) if any(name.endswith(end) for name in load_file(path)))
+
+
 def _misshapen(folder):
-
-    def change(tensors):
-        name = _first(tensors, "norm.weight")
-        tensors[name] = tensors[name][:-1].clone()
-
-    path = next(path for path in _shards(folder) if any(name == "model.norm.weight" for name in load_file(path)))
+    path = _shard_with(folder, "model.norm.weight")
     _rewrite(path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
     return "of another shape: model.norm.weight (31,) for (32,)"
 
 
 def _expert_misshapen(folder):
-    path = next(path for path in _shards(folder) if any("experts.2.w2" in name for name in load_file(path)))
-    _rewrite(path, lambda tensors: tensors.update({_first(tensors, "experts.2.w2.weight"): torch.ones(32, 15)}))
-    return "of another shape in the files: model.layers.0.block_sparse_moe.experts.2.w2.weight (32, 15) for (32, 48)"
+    name = "model.layers.0.block_sparse_moe.experts.2.w2.weight"
+    _rewrite(_shard_with(folder, name), lambda tensors: tensors.update({name: torch.ones(32, 15)}))
+    return f"of another shape in the files: {name} (32, 15) for (32, 48)"
 
 
 def _of_another_kind(folder):
-    path = next(path for path in _shards(folder) if any(name == "model.norm.weight" for name in load_file(path)))
+    path = _shard_with(folder, "model.norm.weight")
     _rewrite(path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)}))
     return "of another kind: model.norm.weight torch.int32 for torch.float32"
 
