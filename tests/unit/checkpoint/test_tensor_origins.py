@@ -79,3 +79,11 @@ def test_what_is_computed_names_its_inputs(case):
     _, origin = _origin(COMPUTED[case])
     assert origin.sections is None
     assert origin.inputs == ("matrix", )
+
+
+def test_inputs_are_not_those_of_what_is_gone():
+    tensors = {name: torch.empty(3, device="meta") for name in "ab"}
+    with Origins(tensors) as origins:
+        for _ in range(20):
+            tensors["a"].new_zeros(3)  # gone at once, so the next tensor may get its address
+            assert origins.of(torch.cat([tensors["b"]])).inputs == ("b", )
