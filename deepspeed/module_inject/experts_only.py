@@ -14,9 +14,10 @@ from contextvars import ContextVar
 import torch
 
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-from deepspeed.moe.expert_dispatch import dispatched_forward
+from deepspeed.moe.expert_dispatch import dispatched_forward, with_any_routing
 from deepspeed.moe.expert_layout import identity_layout
 from deepspeed.moe.expert_turns import take_turns
+from deepspeed.moe.fast_experts import FastExperts
 from deepspeed.moe.experts_interface import (check_experts_module, expert_parameters, is_experts_module,
                                              router_parameters)
 from deepspeed.runtime.zero.expert_partitioning import construct_partitioned, experts_born_partitioned
@@ -66,12 +67,14 @@ class ExpertParallelExperts(AutoEPMoELayer):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """``[..., H]`` of this rank's tokens, computed by the experts of all ranks of the EP group."""
         gather_persistent(param for child in self.children() for param in child.parameters())
-        local = self._local_experts()
-
-        def compute(*routed):  # of the class: hooks and this forward belong to the module as a whole
-            return type(local).forward(local, *routed)
-
+        compute = self.fast_experts.compute(self, hidden_states)
+        if compute is None:
+            compute = with_any_routing(self._family_forward, self.num_local_experts)
         return dispatched_forward(compute, hidden_states, top_k_index, top_k_weights, self.num_experts, self.ep_group)
+
+    def _family_forward(self, *routed):
+        local = self._local_experts()  # of the class: hooks and this class's forward belong to the module as a whole
+        return type(local).forward(local, *routed)
 
     def _local_experts(self):
         """The family's own module with the same parameters and children, which counts this rank's experts only."""
@@ -186,3 +189,4 @@ def _convert(module, spec, slices, ep_size, ep_rank):
         module.register_state_dict_pre_hook(_refuse_state_dict)
     module.ep_size, module.ep_rank, module.ep_group_name = ep_size, ep_rank, f"ep_size_{ep_size}"
     module.num_local_experts = spec.num_experts // ep_size
+    module.fast_experts = FastExperts.of(module)

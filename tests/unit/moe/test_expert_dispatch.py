@@ -33,7 +33,7 @@ def dispatched(ep):
     first = dist.get_rank(group=group) * (EXPERTS // ep)
     got, sent = [], []
 
-    def compute(rows, local, weights):
+    def experts_forward(rows, local, weights):
         got.append((rows.shape, local.flatten().tolist(), weights.unique().tolist(), weights.dtype))
         outputs = (rows.float()[:, None] * (1 + first + local)[..., None]).to(rows.dtype)
         return (outputs * weights[..., None]).sum(1).to(rows.dtype)
@@ -44,6 +44,7 @@ def dispatched(ep):
 
     real = expert_dispatch._AllToAllV.apply
     with mock.patch.object(expert_dispatch._AllToAllV, "apply", all_to_all):
+        compute = expert_dispatch.with_any_routing(experts_forward, EXPERTS // ep)
         result = expert_dispatch.dispatched_forward(compute, *routed(dist.get_rank()), EXPERTS, group)
     return got, sent, (result.dtype, result.is_contiguous(), result.float())
 

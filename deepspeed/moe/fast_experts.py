@@ -1,0 +1,68 @@
+# Copyright (c) DeepSpeed Team.
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Which experts modules the grouped GEMMs of ``deepspeed.moe.expert_compute`` compute, and which stay as they are."""
+import dataclasses
+import functools
+from typing import Callable, Optional
+
+import torch
+
+from deepspeed.moe.expert_activations import recognised
+from deepspeed.moe.expert_compute import ExpertWeights, compute_experts
+from deepspeed.moe.kernel_choice import row_kernels, why_no_grouped_gemm
+
+_ALIGNED = 16  # bytes: rows of a grouped GEMM
+
+
+@dataclasses.dataclass(frozen=True)
+class FastExperts:
+    """What is known of one experts module before its first forward.
+
+    Attributes:
+        activation: what ``ExpertWeights`` takes.
+        why_not: why the module keeps the family's forward; None when it does not.
+    """
+    activation: Optional[Callable] = None
+    why_not: Optional[str] = None
+
+    @classmethod
+    def of(cls, module):
+        """Look at a module on Transformers' experts interface, without reading a parameter."""
+        why_not = why_no_grouped_gemm() or _why_not(module)
+        if why_not is not None:
+            return cls(why_not=why_not)
+        function = module._apply_gate if module.has_gate else module.act_fn
+        constants = [value for value in vars(module).values() if type(value) in (int, float)]
+        return cls(recognised(function, module.has_gate, constants) or function)
+
+    def compute(self, module, tokens):
+        """The ``compute`` of ``dispatched_forward`` for tensors like ``tokens``, or None."""
+        if self.why_not is not None or module.config._experts_implementation != "grouped_mm":
+            return None
+        up_name = "gate_up_proj" if module.has_gate else "up_proj"
+        up, down = getattr(module, up_name), module.down_proj
+        if not fits(tokens, up, down):
+            return None
+        bias = [getattr(module, f"{name}_bias") if module.has_bias else None for name in (up_name, "down_proj")]
+        weights = ExpertWeights((up, ), down, self.activation, *bias, module.is_transposed)
+        return functools.partial(compute_experts, weights)
+
+
+def fits(tokens, *weights):
+    """Whether tensors have the device, dtype and sizes that the grouped GEMMs are fast for."""
+    sizes = [size for weight in weights for size in weight.shape[1:]]
+    return (row_kernels(tokens) is not None and all(size * tokens.element_size() % _ALIGNED == 0 for size in sizes)
+            and all(weight.dtype == tokens.dtype for weight in weights)
+            and (tokens.dtype == torch.bfloat16 or not tokens.is_cuda))  # yapf: disable
+
+
+def _why_not(module):
+    if not hasattr(module, "has_gate"):
+        return "the class does not say what its tensors are (use_experts_implementation)"
+    if module.has_post_expert_norm or any(True for child in module.children() for _ in child.parameters()):
+        return "modules with parameters compute between or after the projections"
+    if any(isinstance(child, torch.nn.Dropout) for child in module.modules()):
+        return "dropout inside the experts"
+    return None
