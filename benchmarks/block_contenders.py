@@ -45,11 +45,20 @@ class Contender:
 
 
 class Ours(Contender):
+    """What a family's experts module computes with, once replaced (experts only)."""
     cuda_only = False
     environment = {"DS_AUTOEP": "1"}
+    modules = ("deepspeed", )
 
     def setup(self):
-        raise ImportError("deepspeed.moe.expert_compute does not exist yet")
+        from deepspeed.moe.expert_activations import Activation
+        from deepspeed.moe.expert_compute import ExpertWeights, compute_experts
+
+        weights = ExpertWeights((self.gate_up, ), self.down, Activation("silu"))
+        self.block = functools.partial(compute_experts, weights)
+
+    def __call__(self, x, index, weights):
+        return self.block(x, index, weights)
 
 
 def qwen3_config(shape):
@@ -135,6 +144,20 @@ class DeepSpeedFused(DeepSpeed):
     # row_weighting_impl is read by the DeepEP backend only, so that it changes nothing at EP=1.
     note = "combine_impl fused_weighted_sum, gate_up_impl fused"
     options = dict(combine_impl="fused_weighted_sum", gate_up_impl="fused")
+
+
+class OursBlock(DeepSpeed):
+    """The same layer, whole block, with the overlay."""
+    environment = {"DS_AUTOEP": "1"}
+
+    def setup(self):
+        import deepspeed.comm as dist
+
+        super().setup()
+        if not dist.is_initialized():
+            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+            dist.init_distributed("gloo")
+        self.layer.ep_group = torch.distributed.group.WORLD
 
 
 class Liger(Contender):
@@ -277,6 +300,7 @@ class SonicTuned(Sonic):
 
 CONTENDERS = {
     "ours": Ours,
+    "ours-block": OursBlock,
     "transformers": Transformers,
     "deepspeed-default": DeepSpeed,
     "deepspeed-combine": DeepSpeedCombine,

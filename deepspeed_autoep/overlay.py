@@ -17,6 +17,8 @@ from typing import Optional
 
 from deepspeed_autoep.extension import Extension, State, collect_extensions, signature_mismatch, undecorated
 
+# A new module that needs one is left alone where it is missing: who uses the module asks first.
+OPTIONAL_PACKAGES = {"triton"}
 # Per package: the releases that the twins were written for, and the one to install when another does not fit.
 _RELEASES = {"deepspeed": (">=0.19.6,<0.20", "0.19.8"), "transformers": (">=5.17,<6", "5.24.0"),
              "accelerate": (">=1.15,<2", "1.15.0")}  # yapf: disable
@@ -233,6 +235,8 @@ class Overlay:
             try:
                 importlib.import_module(name)
             except Exception as error:
+                if getattr(error, "name", None) in OPTIONAL_PACKAGES:
+                    continue
                 self._record(name, [self._whole_twin(f"importing it failed with {type(error).__name__}: {error}")])
 
     def require_fit(self) -> None:

@@ -6,8 +6,11 @@
 import dataclasses
 from typing import NamedTuple
 
+import torch
+
 from deepspeed.moe.ep_repack import _get_expert_weight
 from deepspeed.moe.expert_layout import Layout, grouped_layout, module_list_layout, separate_layout
+from deepspeed.moe.fast_experts import Routed, fits
 from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 from deepspeed.runtime.zero.expert_partitioning import (are_born_partitioned, construct_partitioned,
                                                         experts_born_partitioned)
@@ -76,6 +79,36 @@ def construct_with_persistent_router(self, spec, source_module, ep_size, ep_rank
     construct_with_persistent_router.original(self, spec, source_module, ep_size, ep_rank, config, *args, **kwargs)
     for param in self.router.parameters():  # weight, bias, and a trainable score-correction bias
         param.ds_force_persist = True
+
+
+@extends("AutoEPMoELayer.forward",
+         feature="expert-kernels",
+         why="the layer's own path sorts, permutes and weights its rows in 2.4 times the time of the grouped GEMMs")
+def forward_with_kernels(self, hidden_states):
+    if not _is_for_kernels(self, hidden_states):
+        return forward_with_kernels.original(self, hidden_states)
+    from deepspeed.moe.expert_dispatch import dispatched_forward  # it needs the module that this one extends
+
+    tokens_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+    weights_TK, indices_TK, counts_E = self.router(tokens_TH, self.expert_bias)
+    with torch.no_grad():
+        self.tokens_per_expert.add_(counts_E)
+
+    def compute(rows_RH, *routed):
+        return self.experts(rows_RH, Routed(*routed))
+
+    output = dispatched_forward(compute, hidden_states, indices_TK, weights_TK, self.num_experts, self.ep_group)
+    return self._finalize_output(output, tokens_TH, hidden_states, hidden_states.shape[-1])
+
+
+def _is_for_kernels(layer, hidden_states):
+    """Whether a layer takes the path that is the default: nothing was chosen that the kernels would pass over."""
+    return (fits(hidden_states, layer.experts.w1, layer.experts.w2) and
+            hasattr(layer, "_finalize_output")  # not in 0.19.6
+            and layer.experts.use_grouped_mm and layer.experts.gate_up_impl == "separate" and
+            layer.score_apply == "post" and layer.combine_impl == "weighted_sum" and not layer.async_split_plan and
+            (layer.ep_size == 1 or layer.comm_backend == "comm") and
+            (layer.folding_group_handles is None or layer.folding_group_handles.spec.tp_size == 1))
 
 
 class Unmodified(NamedTuple):

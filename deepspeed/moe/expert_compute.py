@@ -102,8 +102,9 @@ class _Backward:
         routing, formula = self.routing, self.formula
         self.grad_rows = spread(grad_TH, routing)
         grad_hidden = _grouped(self.grad_rows, self.down, routing, not formula.is_transposed)
-        self.grad_up_R, self.scaled, grad_weights = _activate_backward(
-            formula.activation, up_R, up_bias, grad_hidden, self.weights_TK, routing, self.indices_TK, in_place)
+        self.grad_up_R, self.scaled, grad_weights = _activate_backward(formula.activation, up_R, up_bias, grad_hidden,
+                                                                       self.weights_TK, routing, self.indices_TK,
+                                                                       in_place)
         if self.needs_weights:
             if down_bias is not None:
                 grad_weights += bias_products(grad_TH, down_bias, routing, self.indices_TK)
@@ -174,8 +175,8 @@ def _sums(rows_RN, routing, weights_TK=None):
         weight_R = weights_TK.flatten()[routing.slots_R]
         columns[:, 0] = weight_R
         columns[:, 1] = weight_R - columns[:, 0]
-    return _weight_gradient(columns, rows_RN, routing, transposed=True)[:, :2].sum(1, dtype=torch.float32).to(
-        rows_RN.dtype)
+    return _weight_gradient(columns, rows_RN, routing,
+                            transposed=True)[:, :2].sum(1, dtype=torch.float32).to(rows_RN.dtype)
 
 
 def _activate(activation, up_R, bias, routing, indices_TK):

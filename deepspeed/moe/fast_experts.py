@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Which experts modules the grouped GEMMs of ``deepspeed.moe.expert_compute`` compute, and which stay as they are."""
+"""Which experts the grouped GEMMs of ``deepspeed.moe.expert_compute`` compute, and which stay as they are."""
 import dataclasses
 import functools
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 import torch
 
@@ -50,10 +50,16 @@ class FastExperts:
         return functools.partial(compute_experts, weights)
 
 
+class Routed(NamedTuple):
+    """What a replaced block's ``GroupedExperts`` takes in place of numbers of rows; see ``compute_experts``."""
+    indices_TK: torch.Tensor
+    weights_TK: Optional[torch.Tensor]
+
+
 def fits(tokens, *weights):
-    """Whether tensors have the device, dtype and sizes that the grouped GEMMs are fast for."""
-    sizes = [size for weight in weights for size in weight.shape[1:]]
-    return (row_kernels(tokens) is not None and all(size * tokens.element_size() % _ALIGNED == 0 for size in sizes)
+    """Whether tensors have the device, dtype and sizes that the grouped GEMMs are fast for; partitioned ones as well."""
+    sizes = [size for weight in weights for size in getattr(weight, "ds_shape", weight.shape)[1:]]
+    return (row_kernels(tokens) is not None and why_no_grouped_gemm() is None and all(size * tokens.element_size() % _ALIGNED == 0 for size in sizes)
             and all(weight.dtype == tokens.dtype for weight in weights)
             and (tokens.dtype == torch.bfloat16 or not tokens.is_cuda))  # yapf: disable
 
