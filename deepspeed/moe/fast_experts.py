@@ -57,9 +57,11 @@ class Routed(NamedTuple):
 
 
 def fits(tokens, *weights):
-    """Whether tensors have the device, dtype and sizes that the grouped GEMMs are fast for; partitioned ones as well."""
+    """Whether tensors, also partitioned ones, have a device, dtype and sizes that grouped GEMMs are fast for."""
+    if row_kernels(tokens) is None or why_no_grouped_gemm() is not None:
+        return False
     sizes = [size for weight in weights for size in getattr(weight, "ds_shape", weight.shape)[1:]]
-    return (row_kernels(tokens) is not None and why_no_grouped_gemm() is None and all(size * tokens.element_size() % _ALIGNED == 0 for size in sizes)
+    return (all(size * tokens.element_size() % _ALIGNED == 0 for size in sizes)
             and all(weight.dtype == tokens.dtype for weight in weights)
             and (tokens.dtype == torch.bfloat16 or not tokens.is_cuda))  # yapf: disable
 
