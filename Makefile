@@ -7,7 +7,7 @@ export LOCAL_SIZE ?= 8
 export DS_ACCELERATOR ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup setup-floor demo test test-newest test-floor test-transformers-floor test-slow test-families families bench-init bench-ways bench-export bench-load bench-plan bench-memory bench-startup lint clean
+.PHONY: setup setup-floor demo test test-newest test-floor test-transformers-floor test-slow test-families families bench-init bench-ways bench-block bench-export bench-load bench-plan bench-memory bench-startup lint clean
 
 setup: .venv/.overlay
 setup-floor: .venv-floor/.overlay
@@ -62,6 +62,10 @@ bench-init: setup setup-floor
 
 bench-ways: setup
 	.venv/bin/python benchmarks/ways.py
+
+# Needs one GPU; contenders whose package is not installed are left out.
+bench-block: setup
+	.venv/bin/python benchmarks/block.py
 
 bench-export: setup
 	.venv/bin/python benchmarks/export.py

@@ -46,10 +46,18 @@ def status(arguments) -> int:
         why = e.why if e.state is State.APPLIED else f"{e.reason} ({e.why})"
         table.add_row(e.feature, e.name, f"[{_COLOURS[e.state]}]{e.state.value}[/]", escape(why))
     console.print(table)
+    console.print(f"Experts are computed by {_experts_computed_by()}.")
     unknown = unknown_features(overlays)
     if unknown:
         console.print(escape(unknown))
     return 1 if unknown or any(e.state is State.DRIFT for e in extensions) else 0
+
+
+def _experts_computed_by():
+    from deepspeed.moe.kernel_choice import why_no_grouped_gemm
+
+    why_not = why_no_grouped_gemm()
+    return "grouped GEMMs and kernels" if why_not is None else f"the family's own forward: {why_not}"
 
 
 def estimate(arguments) -> int:

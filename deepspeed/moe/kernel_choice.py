@@ -13,6 +13,8 @@ import os
 
 import torch
 
+from deepspeed_autoep.overlay import features_off
+
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # the kernels sum in float32
 
 
@@ -29,6 +31,8 @@ def why_no_kernels():
 @functools.cache
 def why_no_grouped_gemm():
     """Why this process computes experts by the family's own forward, or None when it has fast grouped GEMMs."""
+    if "expert-kernels" in features_off():
+        return "DS_AUTOEP_OFF names expert-kernels"
     if why_no_kernels() is not None:
         return why_no_kernels()
     if not hasattr(torch, "_grouped_mm"):

@@ -9,7 +9,7 @@ from ranks import rank_group
 EXPERTS, TOPK, HIDDEN = 6, 3, 5
 TOKENS = (7, 4)  # of each rank
 
-two_ranks = rank_group(2)
+two_ranks, four_ranks = rank_group(2), rank_group(4)
 
 
 def routed(rank):
@@ -71,3 +71,41 @@ def test_rows_numbers_and_weights(two_ranks, ep):
             assert shape == (int(mine.sum()), HIDDEN) and weights == [1.0]
             # Rows of existing experts and nothing else cross, each way once.
             assert sent == [(int(((own >= 0) & (own < EXPERTS)).sum()), HIDDEN), shape]
+
+
+def bytes_sent(ep):
+    """Bytes of every exchange of a forward and a backward, and the rows of this rank that go and that come."""
+    from unittest import mock
+
+    import deepspeed.comm as dist
+    from deepspeed.moe import expert_dispatch
+    from deepspeed.utils import groups
+
+    groups._create_expert_and_data_parallel(ep)
+    group = groups._get_expert_parallel_group(f"ep_size_{ep}")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randn(9, HIDDEN, generator=generator).bfloat16().requires_grad_()
+    experts = torch.randint(-1, 2 * ep + 1, (9, TOPK), generator=generator)
+    weights = torch.rand(9, TOPK, generator=generator).requires_grad_()
+    sent, came = [], []
+
+    def all_to_all_single(output, tensor, *args, **kwargs):
+        sent.append(tensor.nbytes)
+        return real(output, tensor, *args, **kwargs)
+
+    def compute(rows, local, _):
+        came.append(rows.shape[0])
+        return rows * 2
+
+    real = dist.all_to_all_single
+    with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
+        expert_dispatch.dispatched_forward(compute, tokens, experts, weights, 2 * ep, group).sum().backward()
+    return sent, int(((experts >= 0) & (experts < 2 * ep)).sum()), came[0]
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_bytes_on_the_wire(four_ranks, ep):
+    """Numbers of rows once, every routed row once each way, and the same for gradients: no padding, no weights."""
+    row = HIDDEN * 2
+    for sent, go, come in four_ranks.run(bytes_sent, ep):
+        assert sent == [2 * ep * 8, go * row, come * row, go * row, come * row]
