@@ -69,3 +69,35 @@ def test_a_rank_without_rows(two_ranks):
     used, errors = zip(*two_ranks.run(compare, "qwen3_moe", ds_config(2), make_inputs=_few_tokens))
     assert all(used)
     assert_parity(errors, FLOAT32_BOUND)
+
+
+def graph_breaks():
+    """Breaks in a compiled forward around experts on one rank, and the largest difference from the plain one."""
+    import deepspeed.comm as dist
+    from deepspeed.moe.expert_compute import ExpertWeights, compute_experts
+    from deepspeed.moe.expert_dispatch import dispatched_forward
+    from deepspeed.utils import groups
+    from torch._dynamo.utils import counters
+
+    groups._create_expert_and_data_parallel(1)
+    group = groups._get_expert_parallel_group("ep_size_1")
+    assert dist.get_world_size(group=group) == 1
+    up, down = torch.randn(4, 32, 16), torch.randn(4, 16, 16)
+    first, last = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+    indices, weights = torch.randint(4, (6, 2)), torch.rand(6, 2)
+
+    def compute(*routed):
+        return compute_experts(ExpertWeights((up, ), down, SILU), *routed)
+
+    def forward(tokens):
+        return last(dispatched_forward(compute, first(tokens), indices, weights, 4, group))
+
+    tokens = torch.randn(6, 16)
+    expected = forward(tokens)
+    counters.clear()
+    found = torch.compile(forward, backend="eager")(tokens)
+    return sum(counters["graph_break"].values()), float((found - expected).abs().max())
+
+
+def test_one_graph_break_under_compile(two_ranks):
+    assert [breaks for breaks, difference in two_ranks.run(graph_breaks) if difference < 1e-5] == [1, 1]
