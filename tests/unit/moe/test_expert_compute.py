@@ -1,6 +1,6 @@
 # Copyright (c) DeepSpeed Team.
 # SPDX-License-Identifier: Apache-2.0
-"""Experts as grouped GEMMs equal a loop over experts in float64: with the kernels, interpreted, and in plain PyTorch."""
+"""Experts as grouped GEMMs equal a loop over experts in float64: by kernels, interpreted, and in plain PyTorch."""
 import pytest
 import torch
 

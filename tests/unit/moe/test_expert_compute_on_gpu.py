@@ -1,6 +1,6 @@
 # Copyright (c) DeepSpeed Team.
 # SPDX-License-Identifier: Apache-2.0
-"""What only a GPU can show of the experts' kernels: bf16 errors beside Transformers', no wait of the host, CUDA graphs."""
+"""What only a GPU can show of the experts' kernels: bf16 errors beside Transformers', no wait, CUDA graphs."""
 import functools
 
 import pytest
