@@ -182,6 +182,8 @@ class LigerTuned(Liger):
 
 
 class MoeOps(Contender):
+    note = "with its search, which takes over a minute"
+    default = False
     modules = ("moe_ops", )
 
     def setup(self):
