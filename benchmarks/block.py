@@ -435,7 +435,7 @@ def main():
     console.print(f"seed {options.seed}")
     if options.plot and floors:
         plot(records, floors, options.plot)
-    return int(any(error > TOLERANCE for record in records if record["contender"] == "ours"
+    return int(any(error > TOLERANCE for record in records if record["contender"] in ("ours", "ours-block")
                    for error in record.get("errors", {}).values()))  # yapf: disable
 
 

@@ -90,6 +90,11 @@ def compare_family(family, config, steps=2, sabotage=None, partitioned=False, dt
     }  # yapf: disable
 
 
+def one_token(model, rank, seed):
+    """One token, of one id: its experts are those of one rank, the other gets no row in the first layer."""
+    return dict(input_ids=torch.full((1, 1), 5), use_cache=False)
+
+
 def vision_on_rank_0(model, rank, seed):
     """Text and vision tokens on rank 0; on the others text alone, where the vision experts are not called."""
     batch = families.inputs("ernie4_5_vl_moe:both", model, seed)

@@ -103,12 +103,13 @@ def forward_with_kernels(self, hidden_states):
 
 def _is_for_kernels(layer, hidden_states):
     """Whether a layer takes the path that is the default: nothing was chosen that the kernels would pass over."""
-    return (fits(hidden_states, layer.experts.w1, layer.experts.w2) and
-            hasattr(layer, "_finalize_output")  # not in 0.19.6
-            and layer.experts.use_grouped_mm and layer.experts.gate_up_impl == "separate" and
-            layer.score_apply == "post" and layer.combine_impl == "weighted_sum" and not layer.async_split_plan and
-            (layer.ep_size == 1 or layer.comm_backend == "comm") and
-            (layer.folding_group_handles is None or layer.folding_group_handles.spec.tp_size == 1))
+    if not fits(hidden_states, layer.experts.w1, layer.experts.w2) or not hasattr(layer, "_finalize_output"):
+        return False  # DeepSpeed 0.19.6 has the end of this forward nowhere else
+    folding = layer.folding_group_handles
+    return (layer.experts.use_grouped_mm and layer.experts.gate_up_impl == "separate" and layer.score_apply == "post"
+            and layer.combine_impl == "weighted_sum" and not layer.async_split_plan
+            and (layer.ep_size == 1 or layer.comm_backend == "comm")
+            and (folding is None or folding.spec.tp_size == 1))  # yapf: disable
 
 
 class Unmodified(NamedTuple):

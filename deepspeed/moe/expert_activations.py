@@ -44,13 +44,14 @@ class Activation:
 
     def __call__(self, *up_R):
         """``[..., F]`` of a projection ``[..., 2F]``, of ``[..., F]`` without gate, or of gate and up."""
-        gate, up = up_R if len(up_R) == 2 else self._halves(up_R[0])
+        gate, up = up_R if len(up_R) == 2 else self.halves(up_R[0])
         value = _FUNCTIONS[self.kind](gate if self.limit is None else gate.clamp(max=self.limit), self.alpha)
         if up is None:
             return value
         return value * ((up if self.limit is None else up.clamp(-self.limit, self.limit)) + self.offset)
 
-    def _halves(self, whole):
+    def halves(self, whole):
+        """Views of gate and up in one tensor; without gate, the tensor and None."""
         if not self.has_up:
             return whole, None
         return (whole[..., ::2], whole[..., 1::2]) if self.is_interleaved else whole.chunk(2, dim=-1)
@@ -64,7 +65,8 @@ def recognised(function: Callable, has_up: bool, constants) -> Optional[Activati
         constants: numbers that may be its ``alpha`` or ``limit``.
     """
     generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(512, 16, generator=generator, dtype=torch.float64) * torch.logspace(-1, 2, 512)[:, None]
+    where = dict(dtype=torch.float64, device="cpu")  # whatever the caller's default device is
+    probe = torch.randn(512, 16, generator=generator, **where) * torch.logspace(-1, 2, 512, **where)[:, None]
     try:
         with torch.no_grad():
             expected = function(probe)

@@ -72,6 +72,7 @@ def sort_slots(indices_TK, num_experts):
     bins = max(triton.next_power_of_2(num_experts + 1), 128)
     new = dict(dtype=torch.int32, device=indices_TK.device)
     before, totals = torch.empty(blocks, bins, **new), torch.empty(bins, **new)
+    # Rows of nobody get slot 0, so that what belongs to a row's slot can be looked up for all of them.
     slots, positions = torch.zeros(num_slots, **new), torch.empty(indices_TK.shape, **new)
     if num_slots == 0:
         return slots, positions, torch.zeros(num_experts, **new), torch.zeros(num_experts, **new)
@@ -308,32 +309,24 @@ def _activate_backward_kernel(gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, grad
 
 
 def _halves(activation, up_R):
-    """Gate and up in the tensors of the up projection, the distance of their rows and that of their columns."""
-    if len(up_R) == 2:
-        return *up_R, up_R[0].shape[-1], 1
-    whole, = up_R
-    width = whole.shape[-1]
-    if not activation.has_up:
-        return whole, whole, width, 1
-    if activation.is_interleaved:
-        return whole[..., 0:], whole[..., 1:], width, 2
-    return whole, whole[..., width // 2:], width, 1
+    """Gate and up as tensors, views where one tensor holds both. Without up the kernels do not look at the second."""
+    gate, up = up_R if len(up_R) == 2 else activation.halves(up_R[0])
+    return gate, gate if up is None else up
 
 
 def activate(activation, up_R, bias, routing, indices_TK):
     """``[R, F]``: ``activation`` of the up projection, a tensor ``[R, 2F]``, or two, or ``[R, F]``; plus its bias."""
-    gate, up, stride, step = _halves(activation, up_R)
-    F = stride if len(up_R) == 2 or not activation.has_up else stride // 2
-    R = gate.shape[0]
+    gate, up = _halves(activation, up_R)
+    R, F = gate.shape
     hidden = gate.new_empty(R, F)
-    gate_bias, up_bias = _halves(activation, (gate if bias is None else bias, ))[:2]
+    gate_bias, up_bias = (gate, up) if bias is None else _halves(activation, (bias, ))
     if R:
         block = min(triton.next_power_of_2(F), _COLUMNS)
         rows = _COLUMNS // block
         _activate_kernel[(triton.cdiv(R, rows), triton.cdiv(F, block))](
             gate, up, gate_bias, up_bias, hidden, routing.slots_R, indices_TK, routing.offsets_E,
-            routing.offsets_E.numel(), F, stride, activation.alpha, activation.limit or 0.0, activation.offset,
-            activation.kind, activation.has_up, activation.limit is not None, bias is not None, step, rows, block,
+            routing.offsets_E.numel(), F, gate.stride(0), activation.alpha, activation.limit or 0.0,
+            activation.offset,            activation.kind, activation.has_up, activation.limit is not None, bias is not None, gate.stride(1), rows, block,
             num_warps=4)  # yapf: disable
     return hidden
 
@@ -350,11 +343,11 @@ def activate_backward(activation, up_R, bias, grad_RF, weights_TK, routing, indi
         tuple: gradients of ``up_R``; ``w * hidden`` ``[R, F]``, what the down projection's gradient is made of; the
         gradient of ``w`` ``[T, K]``, float32, 0 for slots without expert.
     """
-    gate, up, stride, step = _halves(activation, up_R)
+    gate, up = _halves(activation, up_R)
     grads = up_R if in_place else tuple(torch.empty_like(tensor) for tensor in up_R)
-    grad_gate, grad_up = _halves(activation, grads)[:2]
+    grad_gate, grad_up = _halves(activation, grads)
     R, F = grad_RF.shape
-    gate_bias, up_bias = _halves(activation, (gate if bias is None else bias, ))[:2]
+    gate_bias, up_bias = (gate, up) if bias is None else _halves(activation, (bias, ))
     grad_weights = None
     if weights_TK is not None:
         grad_weights = torch.zeros(weights_TK.shape, dtype=torch.float32, device=grad_RF.device)
@@ -366,8 +359,8 @@ def activate_backward(activation, up_R, bias, grad_RF, weights_TK, routing, indi
         _activate_backward_kernel[(triton.cdiv(R, rows), )](
             gate, up, gate_bias, up_bias, grad_RF, grad_gate, grad_up, grad_RF,
             unused if grad_weights is None else grad_weights, unused if weights_TK is None else weights_TK,
-            routing.slots_R, indices_TK, routing.offsets_E, routing.offsets_E.numel(), F, stride, activation.alpha,
-            activation.limit or 0.0, activation.offset, activation.kind, activation.has_up,
-            activation.limit is not None, bias is not None, weights_TK is not None, step, rows, block,
-            num_warps=4)  # yapf: disable
+            routing.slots_R, indices_TK, routing.offsets_E, routing.offsets_E.numel(), F, gate.stride(0),
+            activation.alpha, activation.limit or 0.0, activation.offset, activation.kind, activation.has_up,
+            activation.limit is not None, bias is not None, weights_TK is not None, gate.stride(1), rows,
+            block, num_warps=4)  # yapf: disable
     return grads, grad_RF, grad_weights

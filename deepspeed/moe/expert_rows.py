@@ -18,7 +18,7 @@ class Routing(NamedTuple):
     """Where every slot's row is, rows being sorted by expert and within an expert by slot.
 
     Attributes:
-        slots_R: slot of each row; undefined in rows past ``offsets_E[-1]``, which belong to nobody.
+        slots_R: slot of each row; any slot in rows past ``offsets_E[-1]``, which belong to nobody.
         positions_TK: row of each slot; -1 where the expert's number is outside ``[0, E)``.
         counts_E: rows of each expert.
         offsets_E: end of each expert's rows, int32.
@@ -121,6 +121,6 @@ class Collect(torch.autograd.Function):
             grad_rows, products = kernels.collect_backward(grad_TH, rows_RH, ctx.routing.positions_TK, weights_TK)
         else:
             slots_R = ctx.routing.slots_R[:rows_RH.shape[0]]
-            grad_rows = grad_TH[slots_R // max(weights_TK.shape[1], 1)] * weights_TK.flatten()[slots_R, None]
+            grad_rows = spread(grad_TH, ctx.routing)[:rows_RH.shape[0]] * weights_TK.flatten()[slots_R, None]
             products = (_placed(rows_RH, ctx.routing) * grad_TH[:, None]).sum(-1)
         return grad_rows.to(rows_RH.dtype), None, products.to(weights_TK.dtype)

@@ -59,7 +59,7 @@ def expert_parameters(module, name):
         ValueError: the flags promise a tensor that is missing or has another shape, or the module has per-expert
             tensors that the flags do not know, such as the scales of quantized weights.
     """
-    up = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+    up = up_name(module)
     dims = {up: 3, "down_proj": 3}
     if getattr(module, "has_bias", False):
         dims.update({f"{up}_bias": 2, "down_proj_bias": 2})
@@ -80,6 +80,11 @@ def expert_parameters(module, name):
                 f"the experts interface does not know; allowed: {', '.join(dims)} (scales of quantized "
                 "experts cannot be split)")
     return {key: getattr(module, key) for key in dims}
+
+
+def up_name(module):
+    """The name of the parameter of an experts module that its tokens are multiplied with first."""
+    return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
 
 
 def check_experts_module(module, name):

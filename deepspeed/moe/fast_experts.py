@@ -11,6 +11,7 @@ import torch
 
 from deepspeed.moe.expert_activations import recognised
 from deepspeed.moe.expert_compute import ExpertWeights, compute_experts
+from deepspeed.moe.experts_interface import up_name
 from deepspeed.moe.kernel_choice import row_kernels, why_no_grouped_gemm
 
 _ALIGNED = 16  # bytes: rows of a grouped GEMM
@@ -41,11 +42,11 @@ class FastExperts:
         """The ``compute`` of ``dispatched_forward`` for tensors like ``tokens``, or None."""
         if self.why_not is not None or module.config._experts_implementation != "grouped_mm":
             return None
-        up_name = "gate_up_proj" if module.has_gate else "up_proj"
-        up, down = getattr(module, up_name), module.down_proj
+        names = up_name(module), "down_proj"
+        up, down = (getattr(module, name) for name in names)
         if not fits(tokens, up, down):
             return None
-        bias = [getattr(module, f"{name}_bias") if module.has_bias else None for name in (up_name, "down_proj")]
+        bias = [getattr(module, f"{name}_bias") if module.has_bias else None for name in names]
         weights = ExpertWeights((up, ), down, self.activation, *bias, module.is_transposed)
         return functools.partial(compute_experts, weights)
 

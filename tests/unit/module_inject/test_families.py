@@ -13,7 +13,8 @@ import torch
 
 import families
 from engines import ds_config
-from family_parity import BF16_BOUND, FLOAT32_BOUND, SABOTAGE, assert_parity, check, compare_family, vision_on_rank_0
+from family_parity import (BF16_BOUND, FLOAT32_BOUND, SABOTAGE, assert_parity, check, compare_family, one_token,
+                           vision_on_rank_0)
 from ranks import rank_group
 
 # Biases and transposed weights; no gate; a norm after the experts; sliding windows and shared experts; a router in
@@ -97,15 +98,10 @@ def test_layers_recomputed_in_backward(two_ranks, family):
     check(two_ranks, family, ds_config(2), recompute=True)
 
 
-def _few_tokens(model, rank, seed):
-    """One token, of one id: its experts are those of one rank, the other gets no row in the first layer."""
-    return dict(input_ids=torch.full((1, 1), 5), use_cache=False)
-
-
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("family", ["zaya", "gpt_oss", "muse_spark"])
 def test_a_rank_without_rows(two_ranks, family, implementation):
-    check(two_ranks, family, ds_config(2), make_inputs=_few_tokens, experts_implementation=implementation)
+    check(two_ranks, family, ds_config(2), make_inputs=one_token, experts_implementation=implementation)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

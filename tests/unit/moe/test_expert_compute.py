@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from expert_loop import by_loop
 from ranks import rank_group
 
 BOUND = 2e-6  # relative, in norm; the loop's own float32 error is up to 3e-7
@@ -46,19 +47,6 @@ def _indices(routing, E, T, K, generator):
         return torch.stack([torch.randperm(E, generator=generator) for _ in range(T)])
     low, high = {"one": (E - 1, E), "foreign": (-1, E + 1), "nobody": (E, E + 1), "random": (0, E)}[routing]
     return torch.randint(low, high, (T, K), generator=generator)
-
-
-def _by_loop(weights, tokens, indices, scores):
-    out = torch.zeros_like(tokens)
-    turn = (lambda matrix: matrix) if weights.is_transposed else (lambda matrix: matrix.T)
-    for expert in range(weights.down.shape[0]):
-        token, choice = torch.where(indices == expert)
-        ups = [tokens[token] @ turn(up[expert]) for up in weights.up]
-        ups[0] = ups[0] + (0 if weights.up_bias is None else weights.up_bias[expert])
-        rows = weights.activation(*ups) @ turn(weights.down[expert])
-        rows = rows + (0 if weights.down_bias is None else weights.down_bias[expert])
-        out = out.index_add(0, token, rows if scores is None else rows * scores[token, choice, None])
-    return out
 
 
 def results(case, dtype, compute, frozen=(), twice=False):
@@ -107,7 +95,7 @@ def compare(case, with_kernels, **options):
     assert (kernel_choice.row_kernels(torch.zeros(1)) is not None) == with_kernels
     found, again = (results(case, torch.float32, compute_experts, **options) for _ in range(2))
     assert all(torch.equal(found[name], again[name]) for name in found)
-    expected = results(case, torch.float64, _by_loop, **options)
+    expected = results(case, torch.float64, by_loop, **options)
     assert found.keys() == expected.keys()
     return {name: float((found[name] - value).norm() / value.norm().clamp(1e-9)) for name, value in expected.items()}
 

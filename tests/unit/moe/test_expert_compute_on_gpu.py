@@ -6,7 +6,10 @@ import functools
 import pytest
 import torch
 
+from deepspeed.moe.expert_activations import Activation
+from deepspeed.moe.expert_compute import ExpertWeights, compute_experts
 from deepspeed.moe.kernel_choice import why_no_grouped_gemm
+from expert_loop import by_loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or why_no_grouped_gemm() is not None,
                                 reason="needs a GPU with fast grouped GEMMs")
@@ -26,10 +29,11 @@ def tensors(T, dtype=torch.bfloat16):
 
 
 def ours(indices, tokens, weights, up, down):
-    from deepspeed.moe.expert_activations import Activation
-    from deepspeed.moe.expert_compute import ExpertWeights, compute_experts
-
     return compute_experts(ExpertWeights((up, ), down, Activation("silu")), tokens, indices, weights)
+
+
+def reference(indices, tokens, weights, up, down):
+    return by_loop(ExpertWeights((up, ), down, Activation("silu")), tokens, indices, weights)
 
 
 def theirs(indices, tokens, weights, up, down):
@@ -45,16 +49,6 @@ def theirs(indices, tokens, weights, up, down):
     return module(tokens, indices, weights)
 
 
-def by_loop(indices, tokens, weights, up, down):
-    out = torch.zeros_like(tokens)
-    for expert in range(E):
-        token, choice = torch.where(indices == expert)
-        gate, value = (tokens[token] @ up[expert].T).chunk(2, -1)
-        rows = torch.nn.functional.silu(gate) * value @ down[expert].T
-        out = out.index_add(0, token, rows * weights[token, choice, None])
-    return out
-
-
 def results(compute, T=700, dtype=torch.bfloat16):
     indices, leaves, grad = tensors(T, dtype)
     out = compute(indices, *leaves)
@@ -65,9 +59,9 @@ def test_errors_are_no_larger_than_those_of_transformers():
     # Both start from what bf16 made of the random numbers.
     indices, leaves, grad = tensors(700)
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    out = by_loop(indices, *wide)
-    reference = [out, *torch.autograd.grad(out, wide, grad.double())]
-    errors = [[float((found.double() - value).norm() / value.norm()) for found, value in zip(results(way), reference)]
+    out = reference(indices, *wide)
+    expected = [out.detach(), *torch.autograd.grad(out, wide, grad.double())]
+    errors = [[float((found.double() - value).norm() / value.norm()) for found, value in zip(results(way), expected)]
               for way in (ours, theirs)]  # yapf: disable
     assert all(mine <= 1.02 * other for mine, other in zip(*errors)), errors
 

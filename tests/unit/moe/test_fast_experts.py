@@ -11,7 +11,7 @@ from deepspeed.moe.expert_activations import Activation
 from deepspeed.moe.experts_interface import is_experts_module
 from deepspeed.moe.fast_experts import FastExperts
 from engines import ds_config
-from family_parity import FLOAT32_BOUND, assert_parity, compare_family
+from family_parity import FLOAT32_BOUND, assert_parity, compare_family, one_token
 from ranks import rank_group
 
 two_ranks = rank_group(2, TRITON_INTERPRET="1")
@@ -61,12 +61,8 @@ def test_training(two_ranks, family, ep):
     assert_parity(errors, FLOAT32_BOUND)
 
 
-def _few_tokens(model, rank, seed):
-    return dict(input_ids=torch.full((1, 1), 5), use_cache=False)
-
-
 def test_a_rank_without_rows(two_ranks):
-    used, errors = zip(*two_ranks.run(compare, "qwen3_moe", ds_config(2), make_inputs=_few_tokens))
+    used, errors = zip(*two_ranks.run(compare, "qwen3_moe", ds_config(2), make_inputs=one_token))
     assert all(used)
     assert_parity(errors, FLOAT32_BOUND)
 
