@@ -51,6 +51,9 @@ def compute_experts(weights, tokens_TH, indices_TK, weights_TK):
     Returns:
         Tensor: ``[T, H]`` of the tokens' dtype.
     """
+    # The kernels read tensors by number of slot and of token.
+    indices_TK, tokens_TH = indices_TK.contiguous(), tokens_TH.contiguous()
+    weights_TK = None if weights_TK is None else weights_TK.contiguous()
     formula = dataclasses.replace(weights, up=(None, ) * len(weights.up), down=None, up_bias=None, down_bias=None)
     return _Experts.apply(formula, indices_TK, tokens_TH, weights_TK, weights.up_bias, weights.down_bias,
                           weights.down, *weights.up)  # yapf: disable

@@ -326,8 +326,8 @@ def activate(activation, up_R, bias, routing, indices_TK):
         _activate_kernel[(triton.cdiv(R, rows), triton.cdiv(F, block))](
             gate, up, gate_bias, up_bias, hidden, routing.slots_R, indices_TK, routing.offsets_E,
             routing.offsets_E.numel(), F, gate.stride(0), activation.alpha, activation.limit or 0.0,
-            activation.offset,            activation.kind, activation.has_up, activation.limit is not None, bias is not None, gate.stride(1), rows, block,
-            num_warps=4)  # yapf: disable
+            activation.offset, activation.kind, activation.has_up, activation.limit is not None, bias is not None,
+            gate.stride(1), rows, block, num_warps=4)  # yapf: disable
     return hidden
 
 

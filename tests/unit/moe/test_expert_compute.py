@@ -126,6 +126,25 @@ def test_a_graph_that_is_kept_is_good_for_a_second_backward(kernels, case):
     check(kernels, CASES[case], with_kernels=True, twice=True)
 
 
+def with_views(weights, tokens, indices, scores):
+    """``compute_experts`` of tensors with the same numbers that are not contiguous."""
+    from deepspeed.moe.expert_compute import compute_experts
+
+    return compute_experts(weights, *(tensor.T.contiguous().T for tensor in (tokens, indices, scores)))
+
+
+def compare_views(case):
+    from deepspeed.moe.expert_compute import compute_experts
+
+    found, expected = (results(case, torch.float32, compute) for compute in (with_views, compute_experts))
+    return [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+@pytest.mark.parametrize("case", ["one choice", "GPT-OSS"])
+def test_tensors_that_are_not_contiguous(kernels, case):
+    assert kernels.run(compare_views, CASES[case]) == [[]]
+
+
 def saved_bytes(case):
     """Bytes that autograd keeps, without parameters, tokens and the routing's integers."""
     from deepspeed.moe.expert_compute import compute_experts
