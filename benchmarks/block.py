@@ -19,37 +19,25 @@ import importlib
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 
-from rich.console import Console
-from rich.table import Table
+from block_report import plot, report
 
 SHAPES = {
     "qwen3-30b": dict(E=128, H=2048, F=768, K=8, T=16384),
     "mixtral-8x7b": dict(E=8, H=4096, F=14336, K=2, T=8192),
     "deepseek-v3-ep4": dict(E=64, H=7168, F=2048, K=8, T=8192),
+    "qwen3-next-80b": dict(E=512, H=2048, F=512, K=10, T=16384),
     "tiny": dict(E=8, H=64, F=32, K=2, T=256),
 }  # yapf: disable
 SWEEP = [1024, 4096, 16384, 65536]
 CHECKED = 512  # tokens of the comparison with float64
 TOLERANCE = 0.02  # relative; rounding to bf16 at every step gives 0.003 to 0.006
 GRADIENTS = ("output", "x", "gate_up", "down", "weights")
-
-
-def flops(shape, tokens):
-    """Of forward and backward: three products of 2 R H F each forward, twice that backward."""
-    return 18 * tokens * shape["K"] * shape["H"] * shape["F"]
-
-
-def least_bytes(shape, tokens):
-    """What the six GEMMs read and write when each operand moves once, bf16."""
-    rows = tokens * shape["K"]
-    return 2 * (9 * shape["E"] * shape["H"] * shape["F"] + rows * (6 * shape["H"] + 9 * shape["F"]))
 
 
 def routed(kind, shape, tokens, device, generator):
@@ -307,75 +295,10 @@ def collect(name, child, errors_to, limit):
     return records
 
 
-def median(record, key="both"):
-    return statistics.median(record[key])
-
-
-def point_of(record):
-    return record["shape"], record["routing"], record["tokens"]
-
-
-def print_errors(console, records):
-    title = f"relative error against float64, up to {CHECKED} tokens (over {TOLERANCE}: !)"
-    table = Table("contender", "shape", "routing", *GRADIENTS, title=title)
-    for record in records:
-        if "errors" in record:
-            seen = [f"{value:.1e}" + ("" if value <= TOLERANCE else " !") for value in record["errors"].values()]
-            table.add_row(record["contender"], record["shape"], record["routing"], *seen)
-    console.print(table)
-
-
-def print_times(console, records, floors):
-    table = Table("shape", "T", "routing", "contender", "ms", "p10 to p90", "x floor", "TF/s", "forward ms",
-                  "peak GiB", "held GiB", title="forward and backward, medians")  # yapf: disable
-    order = list(floors)
-    for record in sorted((record for record in records if "tokens" in record), key=lambda r: order.index(point_of(r))):
-        shape, routing, tokens = point_of(record)
-        row = [shape, f"{tokens:,}", routing, record["contender"]]
-        if "failed" in record:
-            table.add_row(*row, record["failed"])
-            continue
-        both = median(record)
-        tenths = statistics.quantiles(record["both"], n=10)
-        floor = floors[point_of(record)]
-        ratio = f"{both / floor:.2f}" if floor else "-"
-        table.add_row(*row, f"{both:.2f}", f"{tenths[0]:.2f} to {tenths[-1]:.2f}", ratio,
-                      f"{flops(SHAPES[shape], tokens) / both / 1e9:,.0f}", f"{median(record, 'forward'):.2f}",
-                      *(f"{record[key] / 2**30:.2f}" if key in record else "-"
-                        for key in ("peak", "held")))  # yapf: disable
-    console.print(table)
-    for (shape, routing, tokens), floor in floors.items():
-        if floor and routing == records[0]["routing"]:
-            work, moved = flops(SHAPES[shape], tokens), least_bytes(SHAPES[shape], tokens)
-            console.print(f"{shape}, T={tokens:,}: {work / 1e12:.2f} TFLOP, {moved / 1e9:.2f} GB at least, "
-                          f"{work / moved:,.0f} FLOP a byte; the floor does {work / floor / 1e9:,.0f} TF/s and moves "
-                          f"{moved / floor / 1e6:,.0f} GB/s")
-
-
-def plot(records, floors, path):
-    """Ratio to the floor over the number of tokens, a panel for each shape, the first routing."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shapes = list(dict.fromkeys(shape for shape, _, _ in floors))
-    figure, panels = pyplot.subplots(1, len(shapes), figsize=(4.5 * len(shapes), 4), squeeze=False)
-    routing = next(iter(floors))[1]
-    seen = [record for record in records if "both" in record and record["routing"] == routing]
-    for axes, shape in zip(panels[0], shapes):
-        for name in dict.fromkeys(record["contender"] for record in seen):
-            points = [(record["tokens"], median(record) / floors[point_of(record)]) for record in seen
-                      if record["contender"] == name and record["shape"] == shape and floors[point_of(record)]]
-            if name != "floor" and points:
-                axes.semilogx(*zip(*sorted(points)), "o-", label=name, base=2)
-        axes.axhline(1, color="black", linewidth=1)
-        ticks = sorted({tokens for of, _, tokens in floors if of == shape})
-        axes.set(title=shape, xlabel="tokens", xticks=ticks, xticklabels=ticks)
-        axes.minorticks_off()
-    panels[0][0].set_ylabel("time / six grouped GEMMs")
-    panels[0][-1].legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def save(saved, path):
+    with open(f"{path}.part", "w") as file:
+        json.dump(saved, file)
+    os.replace(f"{path}.part", path)
 
 
 def parse(arguments):
@@ -412,30 +335,17 @@ def main():
     started = {name: start(name, arguments, options.device) for name in ("floor", *options.contenders)}
     for child, _ in started.values():
         child.stdout.readline()
-    records = [record for name in started for record in collect(name, *started[name], options.limit)]
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(dict(seed=options.seed, device=options.device, records=records), file)
-    console = Console(width=150)
-    floors = {}
-    for record in records:
-        if "tokens" in record:
-            floors.setdefault(point_of(record), median(record) if record["contender"] == "floor" and
-                              "both" in record else None)  # yapf: disable
-    if floors:
-        print_errors(console, records)
-        print_times(console, records, floors)
-    for record in records:
-        if "skipped" in record:
-            where = f", {record['shape']}" if "shape" in record else ""
-            console.print(f"{record['contender']}{where}: not measured, {record['skipped']}", markup=False)
-    for name in options.contenders:
-        if CONTENDERS[name].note:
-            console.print(f"{name}: {CONTENDERS[name].note}", markup=False)
-    console.print(f"seed {options.seed}")
-    if options.plot and floors:
-        plot(records, floors, options.plot)
-    return int(any(error > TOLERANCE for record in records if record["contender"] in ("ours", "ours-block")
+    notes = {name: CONTENDERS[name].note for name in options.contenders if CONTENDERS[name].note}
+    saved = dict(seed=options.seed, device=options.device, shapes={name: SHAPES[name] for name in options.shapes},
+                 tolerance=TOLERANCE, checked=CHECKED, notes=notes, records=[])  # yapf: disable
+    for name in started:
+        saved["records"] += collect(name, *started[name], options.limit)
+        if options.json:  # after every one, for a run that is stopped
+            save(saved, options.json)
+    report(saved)
+    if options.plot:
+        plot(saved, options.plot)
+    return int(any(error > TOLERANCE for record in saved["records"] if record["contender"] in ("ours", "ours-block")
                    for error in record.get("errors", {}).values()))  # yapf: disable
 
 
